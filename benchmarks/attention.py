@@ -70,7 +70,7 @@ DECODES = (
 def draw(
     shape: Shape, case: Case, kv: str, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
-    """A query and a filled cache."""
+    """Return a query and a filled cache."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-context // BLOCK_SIZE) for _, context in case.lens]
     order = torch.randperm(sum(counts), generator=generator).int()
@@ -106,7 +106,7 @@ def draw(
 
 
 def mean_s(work: Callable[[], object], budget_s: float = 0.4) -> float:
-    """The mean time of at least three calls after a first one."""
+    """Return the mean time of at least three calls after a first one."""
     work()
     calls, started = 0, time.perf_counter()
     while calls < 3 or time.perf_counter() - started < budget_s:

@@ -74,7 +74,7 @@ def _compare(args: argparse.Namespace, model: str, scratch: Path) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked."""
+    """Return the options, checked."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.compare"
     )
@@ -165,7 +165,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_folder(model: str, scratch: Path) -> Path:
-    """The model's folder; for a configuration alone,
+    """Return the model's folder; for a configuration alone,
     one with random weights is written to `scratch`."""
     if Path(model).is_dir():
         return Path(model)
@@ -233,7 +233,7 @@ class Comparison:
         return 1 if self._failed else _UNFINISHED if left_s else 0
 
     def pending(self) -> Iterator[Cell]:
-        """What is not measured yet: round by round; another variant begins each time,
+        """Yield what is not measured yet: round by round; another variant begins each time,
         so that nobody always does."""
         done = self.journal.done()
         for number in range(self._args.rounds):
@@ -254,7 +254,7 @@ class Comparison:
             yield from (cell for cell in cells if cell not in done)
 
     def record(self) -> dict[str, Any]:
-        """All that was measured so far."""
+        """Return all that was measured so far."""
         record = record_of(self.journal.lines)
         return {**record, "summary": summarize(record)}
 
@@ -267,7 +267,7 @@ class Comparison:
             self._json.write_text(json.dumps(self.record(), indent=1) + "\n")
 
     def _needed_s(self, cell: Cell) -> float:
-        """How long a run will take, with its engine's start, as far as that is known."""
+        """Return how long a run will take, with its engine's start, as far as that is known."""
         is_open = self._engines.find(cell.variant) is not None
         return self.journal.expected_s(cell) + (
             0.0 if is_open else self.journal.expected_ready_s(cell.variant)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked."""
+    """Return the options, checked."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.gpu"
     )

@@ -259,8 +259,8 @@ def decode_step(engine: Engine, num_sequences: int, context: int) -> tuple[float
 
 
 def device_record(engine: Engine, num_sequences: int, context: int) -> list[tuple[float, float]]:
-    """When the device was busy during some decode steps: (start, end) of each kernel and copy,
-    in seconds."""
+    """Return when the device was busy during some decode steps: (start, end) of each kernel and
+    copy, in seconds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -357,7 +357,7 @@ def opened_peer(subject: Subject, variant: str) -> Iterator[PeerProcess]:
 
 
 def rate_of(process: PeerProcess, requests: Sequence[BenchRequest]) -> float:
-    """Output tokens a second."""
+    """Return output tokens a second."""
     rate: float = totals(requests)["num_output_tokens"] / process.run(requests)["wall_s"]
     return rate
 

@@ -59,7 +59,7 @@ class Journal:
         self.lines.append(line)
 
     def done(self) -> set[Cell]:
-        """The cells measured."""
+        """Return the cells measured."""
         return {_cell(line) for line in self.lines if line["kind"] == "run"}
 
     def expected_s(self, cell: Cell) -> float:
@@ -93,7 +93,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last one without its end was being written when its run was ended,
+    """Return all whole lines; a last one without its end was being written when its run was ended,
     and is left out."""
     text = path.read_text()
     lines = []
@@ -113,7 +113,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def record_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The record (docs/benchmarks/records.md) without its summary.
+    """Return the record (docs/benchmarks/records.md) without its summary.
 
     A variant is described as it was last; `ready_s` is the median over its processes. `failures`
     has the last failure of a variant that has never run since; `commits` are Quire's at the runs.

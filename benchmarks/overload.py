@@ -163,7 +163,7 @@ def _mean(figures: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _fates(exchanges: Sequence[RequestTimeline]) -> dict[str, Any]:
-    """What became of the overloads' requests."""
+    """Return what became of the overloads' requests."""
     return {
         "num_sent": len(exchanges),
         "statuses": _statuses(exchanges),
@@ -184,7 +184,7 @@ class _Bench:
         self._args = args
 
     async def refusal_cost_s(self) -> float:
-        """Processor time that a refusal costs the client:
+        """Return processor time that a refusal costs the client:
         of requests for a model that is not there, which are refused, too."""
         target, requests = (
             replace(self._target, model="none"),
@@ -259,7 +259,7 @@ def _requests(args: argparse.Namespace, count: int, seed: int) -> list[ServeRequ
 
 
 def goodput(run: LoadRun, args: argparse.Namespace) -> float:
-    """Tokens a second of the requests that were answered,
+    """Return tokens a second of the requests that were answered,
     between the settling in and the last arrival."""
     first_s, last_s = _window(run, args)
     count = 0.0
@@ -293,13 +293,13 @@ async def _await_idle(server: Server) -> float:
 
 
 def memory(server: Server) -> tuple[int, int]:
-    """Bytes that the process that answers HTTP holds, and those below it."""
+    """Return bytes that the process that answers HTTP holds, and those below it."""
     http = rss_bytes(server.pid)
     return http, sum(rss_bytes(pid) for pid in descendants(server.pid)) - http
 
 
 def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) -> list[str]:
-    """What did not come out as promised."""
+    """Return what did not come out as promised."""
     refusal, rss = figures["refusal_s"], figures["rss_bytes"]
     found = []
     if figures["goodput_share"] < GOODPUT_SHARE:
@@ -380,7 +380,7 @@ def _listed(rates: Sequence[float]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.overload"
     )

@@ -113,7 +113,8 @@ def draw(panels: Sequence[Panel], theme: str, path: Path) -> None:
 
 
 def batch_panels(records: Sequence[Record]) -> list[Panel]:
-    """Two a record: variants with 16-bit weights, and those with fewer bits, if there are both."""
+    """Return two a record: variants with 16-bit weights, and those with fewer bits, if there are
+    both."""
     return [
         partial(draw_batch, record=record, names=names)
         for record in records

@@ -63,7 +63,7 @@ class JsonProcess:
             raise self._failure() from None
 
     def has_answer(self, timeout_s: float) -> bool:
-        """Whether an answer came within so many seconds, or the child has ended."""
+        """Return whether an answer came within so many seconds, or the child has ended."""
         return self._has_line(timeout_s) or self._process.poll() is not None
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _is_still(pid: int) -> bool:
-    """Whether no thread of it runs: all are stopped, or gone."""
+    """Return whether no thread of it runs: all are stopped, or gone."""
     return all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").glob("*"))
 
 

@@ -74,7 +74,7 @@ class Referee:
 def watched_run(
     process: PeerProcess, requests: Sequence[BenchRequest], referee: Referee
 ) -> dict[str, Any]:
-    """A run's result, its `wall_s` without the time in which the engine was stopped;
+    """Return a run's result, its `wall_s` without the time in which the engine was stopped;
     with `paused_s`, `limits`, `stolen_s`."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
     num_around = _NUM_AROUND_SINGLE if is_single else 1
@@ -105,13 +105,13 @@ def watched_run(
 
 
 def overlap_s(pauses: Sequence[Interval], run: Interval) -> float:
-    """How much of a run lies in the pauses: one may begin when the run has just ended
+    """Return how much of a run lies in the pauses: one may begin when the run has just ended
     and its result is on the way."""
     return sum(max(0.0, min(end, run[1]) - max(start, run[0])) for start, end in pauses)
 
 
 def stolen_s() -> float:
-    """Processor time that the host of this virtual machine has taken away since its start,
+    """Return processor time that the host of this virtual machine has taken away since its start,
     while somebody here wanted it."""
     _, *fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     return int(fields[7]) / os.sysconf("SC_CLK_TCK")

@@ -48,7 +48,7 @@ class Launch:
     num_threads: int = 2
 
     def command(self, port: int) -> list[str]:
-        """The whole command line."""
+        """Return the whole command line."""
         if self.engine == "quire":
             threads = ["--num-threads", str(self.num_threads)]
             return [
@@ -102,7 +102,7 @@ class Server:
         return self.process.pid
 
     def api_cpu_s(self) -> float:
-        """Processor time of that process alone, all its threads."""
+        """Return processor time of that process alone, all its threads."""
         return cpu_s(self.pid)
 
     def metrics(self) -> str:
@@ -151,14 +151,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now."""
+    """Return a TCP port that nobody uses now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def get(url: str) -> str:
-    """The body of a GET."""
+    """Return the body of a GET."""
     with urllib.request.urlopen(url, timeout=30) as answer:
         body: bytes = answer.read()
         return body.decode()
@@ -173,7 +173,7 @@ def _answers(url: str) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all below it."""
     found, todo = [], [pid]
     while todo:
         found.append(todo.pop())
@@ -186,13 +186,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has used."""
+    """Return processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory that a process holds now, without pages of files (which are the kernel's to take)."""
+    """Return memory that a process holds now, without pages of files (which are the kernel's to
+    take)."""
     found = re.search(
         r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
     )
@@ -210,7 +211,7 @@ def num_threads(pid: int) -> int:
 
 
 def histogram_percentile(text: str, name: str, share: float) -> float:
-    """A percentile of a Prometheus histogram, between the bounds of its bucket;
+    """Return a percentile of a Prometheus histogram, between the bounds of its bucket;
     infinite beyond the last."""
     rows = re.findall(
         rf'^{re.escape(name)}_bucket{{[^}}]*le="([^"]+)"[^}}]*}} ([0-9.e+]+)$', text, re.MULTILINE
@@ -230,7 +231,7 @@ def histogram_percentile(text: str, name: str, share: float) -> float:
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric's values over its labels."""
+    """Return the sum of a metric's values over its labels."""
     rows = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
     return sum(map(float, rows))
 
@@ -258,7 +259,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_of(args: argparse.Namespace, *options: str) -> Launch:
-    """What the options ask for; `options` come first."""
+    """Return what the options ask for; `options` come first."""
     return Launch(
         args.engine, args.model, (*options, *args.option), args.program, args.preload, args.threads
     )

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.serving_compare"
     )
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launches(args: argparse.Namespace) -> dict[str, Launch]:
-    """What to start, by name."""
+    """Return what to start, by name."""
     found: dict[str, Launch] = {}
     limits = ["--max-model-len", "4352", "--max-num-seqs", "64"]
     for form in args.forms.split(","):
@@ -150,7 +150,7 @@ def _tree_cpu_s(server: Server) -> float:
 
 
 def render(record: dict[str, Any]) -> list[str]:
-    """A table of medians."""
+    """Return a table of medians."""
     lines = [
         (
             "| server | output tokens/s (median, range) | first token s p50 / p99 | between "

@@ -165,7 +165,7 @@ def sample(server: Server, began_s: float) -> Sample:
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:
-    """Bytes an hour, by the line through the medians of ten parts:
+    """Return bytes an hour, by the line through the medians of ten parts:
     single pages and peaks do not count."""
     size = max(1, len(samples) // 10)
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -235,7 +235,7 @@ def _tell(last: Sample, clients: Clients) -> None:
 
 
 def broken_promises(figures: dict[str, Any]) -> list[str]:
-    """What was not flat, not given back, or not expected."""
+    """Return what was not flat, not given back, or not expected."""
     found = []
     judged_hours = (1 - WARM_UP_SHARE) * figures["minutes"] / 60
     for name in ("api", "engine"):

@@ -79,7 +79,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _difference(before: str, after: str) -> str:
-    """The buckets of the lag's histogram, less what was there before."""
+    """Return the buckets of the lag's histogram, less what was there before."""
     earlier = dict(
         line.rsplit(" ", 1) for line in before.splitlines() if line.startswith(f"{LAG}_bucket")
     )
@@ -90,7 +90,7 @@ def _difference(before: str, after: str) -> str:
 
 
 async def _ping(server: Server, engine: str) -> list[float]:
-    """Seconds that each of the small requests took, until cancelled."""
+    """Return seconds that each of the small requests took, until cancelled."""
     delays: list[float] = []
     with contextlib.suppress(asyncio.CancelledError):
         async with HttpClient(server.url, timeout_s=30) as client:
@@ -128,7 +128,7 @@ def render(figures: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.streams"
     )

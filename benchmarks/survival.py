@@ -166,7 +166,7 @@ def write_table(path: Path, lines: list[str]) -> None:
 
 
 def _first(calm: Seen, other: Seen) -> str:
-    """Where two streams part."""
+    """Return where two streams part."""
     pairs = enumerate(zip(calm.token_ids, other.token_ids, strict=False))
     where = next((number for number, (first, second) in pairs if first != second), None)
     lengths = f"{len(calm.token_ids)} and {len(other.token_ids)} tokens"
@@ -178,7 +178,8 @@ def _first(calm: Seen, other: Seen) -> str:
 
 
 def _pause_over(seen: Seen, kill: Kill) -> float | None:
-    """The pause between the outputs before and after a kill, for a stream that was under way."""
+    """Return the pause between the outputs before and after a kill, for a stream that was under
+    way."""
     for before, after in zip(seen.arrivals_s, seen.arrivals_s[1:], strict=False):
         if before <= kill.at_s < after:
             return after - before

@@ -60,7 +60,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
 
 
 def limits_of(record: Mapping[str, Any]) -> list[Peaks]:
-    """All limits of a record: of each run, in older ones of each round."""
+    """Return all limits of a record: of each run, in older ones of each round."""
     runs = [Peaks(**each["limits"]) for each in record["measurements"] if "limits" in each]
     return runs or [
         Peaks(each["read_bytes_per_s"], each["gemm_flops_per_s"], {}, 1) for each in record["peaks"]
@@ -68,7 +68,7 @@ def limits_of(record: Mapping[str, Any]) -> list[Peaks]:
 
 
 def best_peaks(record: Mapping[str, Any]) -> Peaks:
-    """The best of each limit over the runs."""
+    """Return the best of each limit over the runs."""
     limits = limits_of(record)
     gemms = [each.gemm_flops_per_s for each in limits]
     best = {
@@ -84,7 +84,7 @@ def best_peaks(record: Mapping[str, Any]) -> Peaks:
 
 
 def rates_of(peaks: Peaks, variant: Variant) -> MachineRates:
-    """The limits that a variant is held against: the best float product,
+    """Return the limits that a variant is held against: the best float product,
     or for 8-bit forms the best of any type."""
     linear = peaks.best_product if variant.form in _EIGHT_BIT_PRODUCTS else peaks.best_gemm
     return MachineRates(linear, peaks.best_gemm, peaks.read_bytes_per_s)
@@ -157,7 +157,7 @@ def _held(
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The whole record as Markdown."""
+    """Return the whole record as Markdown."""
     if not record["measurements"]:
         return "\n".join([f"{record['model']}: nothing was measured", *_notes(record)])
     machine, versions = record["machine"], record["versions"]
@@ -175,7 +175,7 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def _limits(record: Mapping[str, Any]) -> str:
-    """What the machine allowed: the range over the runs,
+    """Return what the machine allowed: the range over the runs,
     in older records the best of the rounds."""
     if "limits" not in record["measurements"][0]:
         peaks = best_peaks(record)
@@ -277,7 +277,7 @@ def render_workload(record: Mapping[str, Any], name: str) -> list[str]:
 
 
 def factor(rows: Mapping[str, Mapping[str, Any]], variant: str) -> str:
-    """How many times as fast as a peer Quire is: by time per token where there is one,
+    """Return how many times as fast as a peer Quire is: by time per token where there is one,
     else by throughput."""
     mine = next((row for name, row in rows.items() if name.startswith("quire:")), None)
     if mine is None or variant.startswith("quire:"):

@@ -76,7 +76,7 @@ class Variant(NamedTuple):
         return BITS[self.form] / 8
 
     def files(self, folder: Path) -> Path:
-        """Where its weights lie, see above."""
+        """Return where its weights lie, see above."""
         beside = folder.resolve().with_name(f"{folder.resolve().name}-{self.engine}-{self.form}")
         return next(
             (each for each in (beside, beside.with_name(beside.name + ".gguf")) if each.exists()),
@@ -98,7 +98,8 @@ class Seat(NamedTuple):
 
 
 def installed(seat: Seat) -> tuple[list[Variant], list[str]]:
-    """The usual variants of every engine that is there, and what is left out, with the reason."""
+    """Return the usual variants of every engine that is there, and what is left out, with the
+    reason."""
     found, missing = [], []
     for engine, forms in USUAL.items():
         if not _is_there(engine, seat.programs):
@@ -136,7 +137,7 @@ class Engines:
         self._open: dict[str, PeerProcess] = {}
 
     def find(self, variant: str) -> PeerProcess | None:
-        """An open one."""
+        """Return an open one."""
         return self._open.get(variant)
 
     def open(self, variant: str) -> PeerProcess:

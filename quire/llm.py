@@ -55,7 +55,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """A model of parsed arguments."""
+        """Return a model of parsed arguments."""
         return cls(**engine_args.options())
 
     @property
@@ -140,7 +140,8 @@ class LLM:
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, as Transformers defines beam search.
+        """Return the `beam_width` best continuations of each prompt, as Transformers defines beam
+        search.
 
         A search that fails on the way comes back without sequences and with `error` set.
         `concurrency_limit` has no effect:
@@ -186,16 +187,16 @@ class LLM:
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     def get_tokenizer(self) -> PretrainedTokenizer:
-        """The model's tokenizer, with the methods that transformers' have;
+        """Return the model's tokenizer, with the methods that transformers' have;
         ConfigError with `skip_tokenizer_init`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where no parameters are given."""
+        """Return what `generate` uses where no parameters are given."""
         return self.engine.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's counters, under the names that vLLM gives them."""
+        """Return the engine's counters, under the names that vLLM gives them."""
         return self.llm_engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
@@ -246,7 +247,7 @@ class LLM:
         return self.engine.tokenizer
 
     def _template(self, source: str | None) -> ChatTemplate:
-        """The template of a call, else the one given for all, else the model's."""
+        """Return the template of a call, else the one given for all, else the model's."""
         tokenizer = self._chat_tokenizer()
         source = self._chat_template if source is None else source
         return (
@@ -303,7 +304,8 @@ class LLM:
     def _digested(
         self, params: Sequence[SamplingParams | BeamSearchParams]
     ) -> list[Digest | BeamSearchParams]:
-        """Each object of parameters for samples, read once however many prompts it is for."""
+        """Return each object of parameters for samples, read once however many prompts it is
+        for."""
         distinct = {id(each): each for each in params}
         digests = {
             key: self.engine.digest(each)
@@ -381,7 +383,7 @@ def _prompts(
 
 
 def _template_source(given: str | Path) -> str:
-    """A chat template, or the content of the file that is named."""
+    """Return a chat template, or the content of the file that is named."""
     text = str(given)
     if isinstance(given, str) and any(sign in text for sign in "{\n"):
         return text

@@ -139,7 +139,7 @@ def draw(theme: str) -> str:
 
 
 def _seam(line: str) -> list[str]:
-    """The one seam between the planes."""
+    """Return the one seam between the planes."""
     arrows = []
     for y, tip, text in ((230, 404, "StepPlan"), (256, 320, "StepResult")):
         start, step = (320, -6) if tip > 320 else (404, 6)

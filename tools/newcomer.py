@@ -96,7 +96,7 @@ def serving(log: Log) -> Iterator[str]:
 
 
 def _ready_url(descriptor: int) -> str | None:
-    """Where the server listens, if its log says so and it is ready."""
+    """Return where the server listens, if its log says so and it is ready."""
     found = re.search(
         r"listening on http://[^:]+:(\d+)",
         os.pread(descriptor, 1 << 16, 0).decode(errors="replace"),

@@ -125,7 +125,7 @@ def take_film(server: RunningServer, page: Page) -> None:
 
 
 def _frame(page: Page, step: int) -> Image.Image:
-    """The two cards as they show one step of the past."""
+    """Return the two cards as they show one step of the past."""
     look = (
         "s => { const e = document.getElementById('step-slider'); e.value = s; "
         "e.dispatchEvent(new Event('input')); }"

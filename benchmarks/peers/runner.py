@@ -135,7 +135,7 @@ def _measured(engine: PeerEngine, requests: Sequence[BenchRequest]) -> dict[str,
 
 
 def process_tree(root: int) -> Iterator[int]:
-    """A process and all below it."""
+    """Yield a process and all below it."""
     yield root
     for task in Path(f"/proc/{root}/task").glob("*/children"):
         try:
@@ -156,7 +156,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _peak_bytes(pid: int) -> int:
-    """The largest resident set so far."""
+    """Return the largest resident set so far."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

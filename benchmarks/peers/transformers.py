@@ -199,7 +199,7 @@ def _load(options: Options) -> Any:
 
 
 def _transformers() -> Any:
-    """The library, untyped as it is."""
+    """Return the library, untyped as it is."""
     return import_module("transformers")
 
 

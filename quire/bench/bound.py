@@ -39,7 +39,7 @@ class MachineRates(NamedTuple):
 def ideal_steps(
     spec: DecoderSpec, requests: Sequence[BenchRequest], bytes_per_weight: float
 ) -> list[IdealStep]:
-    """The steps of the ideal schedule. KV is counted in the data type of the declaration's
+    """Return the steps of the ideal schedule. KV is counted in the data type of the declaration's
     cache at 2 bytes a number."""
     flops = spec.flops_per_token()
     kv_bytes = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
@@ -92,7 +92,7 @@ def _compute_s(step: IdealStep, rates: MachineRates) -> float:
 
 
 def _distinct_spans(requests: Sequence[BenchRequest]) -> list[tuple[int, int]]:
-    """Positions of each prompt that no earlier one in sorted order shares;
+    """Return positions of each prompt that no earlier one in sorted order shares;
     its last token is computed in any case."""
     spans, previous = [], list[int]()
     for token_ids in sorted(each.token_ids for each in requests):

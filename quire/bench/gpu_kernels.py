@@ -92,7 +92,7 @@ def measure_limits(device: torch.device) -> GpuLimits:
 
 
 def median_s(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds on the device's own clock, with a cold L2."""
+    """Return seconds on the device's own clock, with a cold L2."""
     import torch
 
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -145,7 +145,7 @@ def measure(case: Case, limits: GpuLimits, device: torch.device) -> KernelTime:
 
 
 def render(limits: GpuLimits, times: Sequence[KernelTime]) -> Iterator[str]:
-    """A table in Markdown, line by line."""
+    """Yield a table in Markdown, line by line."""
     rates = (
         f"copies {limits.copy_bytes_per_s / 1e9:.0f} GB/s, bfloat16 "
         f"{limits.matrix_ops_per_s / 1e12:.0f} TFLOP/s"
@@ -163,7 +163,7 @@ def render(limits: GpuLimits, times: Sequence[KernelTime]) -> Iterator[str]:
 
 
 def linear_case(kernels: TritonKernels, num_rows: int, dtype: str = "bfloat16") -> Case:
-    """A square projection."""
+    """Return a square projection."""
     import torch
 
     chosen = getattr(torch, dtype)
@@ -178,8 +178,8 @@ def linear_case(kernels: TritonKernels, num_rows: int, dtype: str = "bfloat16") 
 
 
 def fp8_case(kernels: TritonKernels, num_rows: int) -> Case:
-    """A square projection of e4m3 numbers, one scale per output, inputs quantized on the way;
-    torch's with its own scales."""
+    """Return a square projection of e4m3 numbers, one scale per output, inputs quantized on the
+    way; torch's with its own scales."""
     import torch
 
     from quire.kernels.interface import QuantizedWeight
@@ -198,7 +198,7 @@ def fp8_case(kernels: TritonKernels, num_rows: int) -> Case:
 
 
 def integer_cases(kernels: TritonKernels, num_rows: int) -> Iterator[Case]:
-    """A square projection of integers in three forms."""
+    """Yield a square projection of integers in three forms."""
     import torch
 
     from quire.kernels.interface import QuantizedWeight
@@ -312,7 +312,7 @@ def _batch(
 
 
 def _experts(kernels: TritonKernels, num_tokens: int) -> Case:
-    """A layer of 64 experts, 6 for a token, as small as in the finest mixtures.
+    """Return a layer of 64 experts, 6 for a token, as small as in the finest mixtures.
     Bytes are those of the experts that occur."""
     import torch
 

@@ -84,7 +84,7 @@ class LinearTime:
 
 
 def measure_limits() -> Limits:
-    """The best of several tries; takes some two seconds."""
+    """Return the best of several tries; takes some two seconds."""
     import torch
 
     from quire.kernels import cpu
@@ -140,7 +140,7 @@ def _peak(kind: str, limits: Limits) -> float:
 
 
 def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
-    """A table in Markdown, line by line."""
+    """Yield a table in Markdown, line by line."""
     yield (
         f"{limits.isa}, {limits.num_threads} threads: {limits.float_ops_per_s / 1e9:.0f} "
         "GFLOP/s in float32, "
@@ -190,7 +190,8 @@ def _quantized(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
 
 
 def _best_s(works: Sequence[Callable[[], object]]) -> float:
-    """The quickest of the works, each done at least once, for as long as the budget lasts."""
+    """Return the quickest of the works, each done at least once, for as long as the budget
+    lasts."""
     best, started = float("inf"), time.perf_counter()
     while time.perf_counter() - started < _BUDGET_S:
         for work in works:

@@ -117,7 +117,7 @@ class LimitSampler:
         return LimitSample(rates[0][1], products)
 
     def _ranked(self) -> list[Work]:
-        """What is sampled: reading first, then the best of each kind,
+        """Return what is sampled: reading first, then the best of each kind,
         then others near these while they fit."""
         seconds = dict.fromkeys(self._works, 0.0)
         for _ in range(_NUM_RANKINGS):
@@ -175,7 +175,7 @@ def limit_sampler(device: str = "cpu") -> LimitSampler:
 
 
 def typical(samples: Sequence[LimitSample]) -> Peaks:
-    """The medians over samples of one sampler, of each data type with the
+    """Return the medians over samples of one sampler, of each data type with the
     product that was best at it."""
     rates, products = {}, {}
     for dtype, names in samples[0].ops_per_s.items():
@@ -199,7 +199,7 @@ def _torch_products(shapes: Sequence[tuple[int, int, int]], device: str) -> Iter
 
 @functools.cache
 def torch_multiplies_bfloat16() -> bool:
-    """Whether torch can, found out by another process:
+    """Return whether torch can, found out by another process:
     on some virtual machines with AMX it ends by an illegal instruction."""
     program = (
         "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, "

@@ -230,7 +230,7 @@ class _ExecutorTimer:
 
 
 def results(run: MeasuredRun, *, num_blocks: int) -> dict[str, Any]:
-    """A run in numbers: rates over wall time, latencies in seconds, memory, overhead."""
+    """Return a run in numbers: rates over wall time, latencies in seconds, memory, overhead."""
     stats, num_steps = run.stats, max(1, run.stats.num_steps)
     gaps = [
         b - a for each in run.requests for a, b in zip(each.token_s, each.token_s[1:], strict=False)

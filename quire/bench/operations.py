@@ -38,7 +38,7 @@ class CostModel:
         self._attention_flops = lru_cache(maxsize=None)(spec.attention_flops)
 
     def step(self, work: Sequence[RowWork]) -> StepCost:
-        """The cost of one plan's work."""
+        """Return the cost of one plan's work."""
         num_tokens = sum(item.num_tokens for item in work)
         num_heads = sum(1 for item in work if item.tasks)
         num_others = num_tokens - sum(item.num_wanted for item in work)

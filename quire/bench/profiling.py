@@ -94,7 +94,7 @@ class StepProfile:
         return timed
 
     def _split(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward pass that notes what each class of kernels took of it."""
+        """Return a forward pass that notes what each class of kernels took of it."""
 
         def split(*arguments: Any, **keywords: Any) -> Any:
             before = kernel_times()

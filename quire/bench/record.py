@@ -158,7 +158,7 @@ SERVE_SHAPE: dict[str, Any] = {
 
 
 def problems(record: object, shape: Any = None, path: str = "") -> list[str]:
-    """What is wrong with a record, by path: missing and unknown keys, wrong types.
+    """Return what is wrong with a record, by path: missing and unknown keys, wrong types.
     Empty for a good one."""
     if shape is None:
         shape = (
@@ -199,7 +199,7 @@ def _problems_of_repetitions(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
-    """The `machine` part. The load average tells whether others were at work."""
+    """Return the `machine` part. The load average tells whether others were at work."""
     return {
         "cpu": machine.cpu_name,
         "num_cores": machine.num_cores,
@@ -214,7 +214,7 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """The `versions` part."""
+    """Return the `versions` part."""
     return {
         "quire": __version__,
         "python": platform.python_version(),
@@ -224,7 +224,7 @@ def describe_versions() -> dict[str, Any]:
 
 
 def describe_engine(plan: EnginePlan, kernels: str) -> dict[str, Any]:
-    """The `engine` part: what was decided."""
+    """Return the `engine` part: what was decided."""
     return {
         "model": plan.config.model,
         "architecture": plan.spec.architecture,
@@ -242,8 +242,8 @@ def timestamp() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out where this package lies, with "+" if files differ from it;
-    None outside a repository."""
+    """Return the commit that is checked out where this package lies, with "+" if files differ from
+    it; None outside a repository."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

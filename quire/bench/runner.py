@@ -122,7 +122,7 @@ def _repeat(
 
 
 def render(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Return a record for people."""
     median, engine, work = record["median"], record["engine"], record["workload"]["totals"]
     roof = median["roofline"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]

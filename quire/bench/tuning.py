@@ -103,7 +103,7 @@ def tune(base: Tuning, device: torch.device, cost: Cost) -> Tuning:
 
 
 def mean_seconds(kernels: TritonKernels, entry: str) -> float:
-    """The geometric mean over an entry's cases;
+    """Return the geometric mean over an entry's cases;
     infinite where a tile needs more than the device has."""
     from triton.runtime.errors import OutOfResources
 
@@ -130,7 +130,7 @@ def _cases(kernels: TritonKernels, entry: str) -> Iterator[Case]:
 
 
 def library_rows(kernels: TritonKernels, make: Callable[[TritonKernels, int], Case]) -> int | None:
-    """The least number of rows from which torch's product is the faster one,
+    """Return the least number of rows from which torch's product is the faster one,
     however many more there are; None for none."""
     least = None
     for num_rows in reversed(_LIBRARY_ROWS):
@@ -143,7 +143,7 @@ def library_rows(kernels: TritonKernels, make: Callable[[TritonKernels, int], Ca
 
 
 def tune_device(base: Tuning, device: torch.device) -> Tuning:
-    """All figures for the device at hand: some minutes, most of them in the compiler."""
+    """Return all figures for the device at hand: some minutes, most of them in the compiler."""
     import triton
 
     properties = torch.cuda.get_device_properties(device)

@@ -42,7 +42,7 @@ class Workload:
     """(source of token ids, vocabulary size) -> requests."""
 
     def requests(self, repetition: int, vocab_size: int) -> list[BenchRequest]:
-        """The requests of one repetition: the same lengths each time, other tokens."""
+        """Return the requests of one repetition: the same lengths each time, other tokens."""
         return self.make(random.Random(f"{self.name}/{repetition}"), vocab_size)
 
 
@@ -95,7 +95,7 @@ def prefix_workload(
 def parallel_workload(
     num_requests: int, input_len: int, num_sequences: int, output_len: int, *, name: str
 ) -> Workload:
-    """Several sampled sequences of each prompt, at temperature 1."""
+    """Return several sampled sequences of each prompt, at temperature 1."""
 
     def make(rng: random.Random, vocab_size: int) -> list[BenchRequest]:
         prompts = [_ids(rng, input_len, vocab_size) for _ in range(num_requests)]
@@ -112,8 +112,8 @@ def parallel_workload(
 
 
 def trace_workload(path: Path, *, num_requests: int, max_model_len: int) -> Workload:
-    """The first requests of a trace that fit `max_model_len`: their lengths, with random tokens,
-    all at once.
+    """Return the first requests of a trace that fit `max_model_len`: their lengths, with random
+    tokens, all at once.
 
     Raises ConfigError for a file that is not a trace, or in which nothing fits.
     """
@@ -186,7 +186,7 @@ two requests each. B1 to B64: so many equal requests at once, for throughput aga
 
 
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:
-    """What a set of requests amounts to."""
+    """Return what a set of requests amounts to."""
     return {
         "num_requests": len(requests),
         "num_sequences": sum(each.num_sequences for each in requests),

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings. A check that itself breaks is reported as one."""
+    """Return all findings. A check that itself breaks is reported as one."""
     findings = []
     for check in CHECKS:
         try:
@@ -283,7 +283,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def unused_isas(flags: set[str], supported: Sequence[str]) -> list[str]:
-    """Instruction sets that the processor has and the kernels do not use."""
+    """Return instruction sets that the processor has and the kernels do not use."""
     return [
         name for name, needed in _FLAGS_OF_ISAS.items() if needed <= flags and name not in supported
     ]

@@ -138,14 +138,14 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def _names(group: str | None) -> list[str]:
-    """The first words of all commands, or the second words of a group's."""
+    """Return the first words of all commands, or the second words of a group's."""
     if group is None:
         return list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     return [name.split()[1] for name in COMMANDS if name.startswith(f"{group} ")]
 
 
 def _overview(group: str | None) -> Parser:
-    """A parser that knows no command's options: it prints the list of commands."""
+    """Return a parser that knows no command's options: it prints the list of commands."""
     prefix = "" if group is None else f"{group} "
     chosen = {
         name.removeprefix(prefix): command

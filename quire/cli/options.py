@@ -126,7 +126,7 @@ def add_field_options(
 
 
 def engine_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
-    """The wish that the options express. Raises ConfigError."""
+    """Return the wish that the options express. Raises ConfigError."""
     given = {name: getattr(args, name) for name in args.engine_options if hasattr(args, name)}
     return EngineConfig.from_options(args.model, {**overrides, **given})
 
@@ -202,7 +202,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 
 def _help_of(item: dataclasses.Field[Any]) -> str:
-    """The declared help and default; options that are only there to be
+    """Return the declared help and default; options that are only there to be
     refused by name are not shown."""
     text = str(item.metadata["help"]).replace("%", "%%")
     if text.startswith("not available"):

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
-    """The plan as plain values: bytes, counts, and each decision with its reason."""
+    """Return the plan as plain values: bytes, counts, and each decision with its reason."""
     spec, limits, flops = plan.spec, plan.limits, plan.spec.flops_per_token()
     return {
         "model": plan.config.model,
@@ -93,7 +93,8 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
 
 
 def _estimated_steps(plan: EnginePlan) -> dict[str, float]:
-    """What the engine starts from where it bounds steps by time; measured steps correct it."""
+    """Return what the engine starts from where it bounds steps by time; measured steps correct
+    it."""
     model = StepCostModel(plan.step_costs)
     chunk = model.seconds(StepWork(1, 0, _CHUNK, 0, _CHUNK, _CHUNK * _CHUNK / 2))
     return {
@@ -103,7 +104,7 @@ def _estimated_steps(plan: EnginePlan) -> dict[str, float]:
 
 
 def render(record: dict[str, Any]) -> str:
-    """The plan for people."""
+    """Return the plan for people."""
     memory, capacity, flops, machine = (
         record[key] for key in ("memory", "capacity", "flops_per_token", "machine")
     )
@@ -165,7 +166,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def _kernels(plan: EnginePlan) -> dict[str, Any]:
-    """The back end that would run, and what speaks against a better one."""
+    """Return the back end that would run, and what speaks against a better one."""
     from quire.engine.assembly.builder import select
 
     try:

@@ -59,7 +59,7 @@ def add_chat_options(group: argparse._ActionsContainer) -> None:
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[NamedPrompt]:
-    """All prompts in order, those of -p first. Raises UsageError if there are none,
+    """Return all prompts in order, those of -p first. Raises UsageError if there are none,
     ConfigError for unreadable ones."""
     prompts = [NamedPrompt(text, text) for text in args.prompt]
     if args.prompts_file is not None:
@@ -97,7 +97,7 @@ class ChatEncoder:
             self._template = ChatTemplate(_read_text(template_file), tokenizer.config.named_tokens)
 
     def __call__(self, messages: Sequence[Message]) -> Prompt:
-        """A prompt that ends where the model's answer begins."""
+        """Return a prompt that ends where the model's answer begins."""
         from quire.text.chat import encode_chat
 
         rendered = self._template.render(messages)

@@ -179,7 +179,7 @@ class _StreamedAnswer:
                 self._show(text)
 
     def broken_off(self, why: str) -> Reply:
-        """The answer so far, if there is any of it. Raises AnswerError if not."""
+        """Return the answer so far, if there is any of it. Raises AnswerError if not."""
         if not self.answer.text:
             raise AnswerError(why)
         self.answer.is_stopped = True
@@ -188,7 +188,7 @@ class _StreamedAnswer:
 
 
 def _fields_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that were given, under the names of the API (OpenAI's own,
+    """Return the sampling options that were given, under the names of the API (OpenAI's own,
     and vLLM's beside them)."""
     names = [*(option.name for option in SAMPLING_OPTIONS), "stop", "ignore_eos"]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -203,7 +203,7 @@ def _said(status: int, body: bytes) -> str:
 
 
 def _message_of(body: Any) -> str:
-    """What an error's body says, in OpenAI's shape or any other."""
+    """Return what an error's body says, in OpenAI's shape or any other."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") if isinstance(error, dict) else error
     return str(message if message is not None else error)[:_MAX_ERROR_CHARS]

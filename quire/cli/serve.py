@@ -64,9 +64,9 @@ def _say(text: str) -> None:
 
 
 def engine_defaults(api_config: ApiConfig, api_keys: str | None) -> dict[str, Any]:
-    """Options that a server chooses otherwise than the engine alone, unless they are given: where
-    requests come on different accounts, none may be starved by another's burst; and `priority` must
-    have an effect wherever it is accepted.
+    """Return options that a server chooses otherwise than the engine alone, unless they are given:
+    where requests come on different accounts, none may be starved by another's burst; and
+    `priority` must have an effect wherever it is accepted.
     """
     has_tenants = bool(api_config.api_keys_file or api_config.api_keys or api_keys)
     return {"scheduling_policy": "fair" if has_tenants else "priority"}

@@ -31,7 +31,7 @@ def check(prepared: PreparedModel, jobs: Sequence[PromptJob]) -> None:
 
 
 def load(prepared: PreparedModel) -> Engine:
-    """An engine that is ready to run."""
+    """Return an engine that is ready to run."""
     return assemble(prepared, build_executor(prepared.planned))
 
 

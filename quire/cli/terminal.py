@@ -189,7 +189,7 @@ def printable(text: str) -> str:
 
 
 def progress_bar(share: float, width: int = 20) -> str:
-    """A bar such as `█████───────────────`."""
+    """Return a bar such as `█████───────────────`."""
     num_full = round(max(0.0, min(1.0, share)) * width)
     return "█" * num_full + "─" * (width - num_full)
 

@@ -32,7 +32,7 @@ States = Mapping[str, tuple[int, int]]
 
 
 def states_of(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
-    """The states of files. Raises CheckpointError for one that is not there."""
+    """Return the states of files. Raises CheckpointError for one that is not there."""
     states = {}
     for path in paths:
         try:
@@ -44,7 +44,7 @@ def states_of(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
 
 
 def lasting_name(path: Path) -> Path:
-    """A name of a file or folder that depends on no other folder: absolute,
+    """Return a name of a file or folder that depends on no other folder: absolute,
     and not by way of one that may vanish."""
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 

@@ -22,8 +22,8 @@ class StepShape(NamedTuple):
 
 
 def shape_for(num_tokens: int, context_len: int, max_model_len: int) -> StepShape | None:
-    """The smallest shape that a step fits; None where it has too many tokens. Lengths double,
-    up to `max_model_len`."""
+    """Return the smallest shape that a step fits; None where it has too many tokens. Lengths
+    double, up to `max_model_len`."""
     if num_tokens > NUM_TOKENS[-1]:
         return None
     length = _MIN_CONTEXT_LEN
@@ -33,12 +33,12 @@ def shape_for(num_tokens: int, context_len: int, max_model_len: int) -> StepShap
 
 
 def largest_size(max_num_tokens: int) -> int:
-    """Tokens of the largest shape that steps of up to so many need."""
+    """Return tokens of the largest shape that steps of up to so many need."""
     return NUM_TOKENS[min(bisect_left(NUM_TOKENS, max_num_tokens), len(NUM_TOKENS) - 1)]
 
 
 def num_shapes(max_num_tokens: int, max_model_len: int) -> int:
-    """How many shapes there are for steps of up to so many tokens."""
+    """Return how many shapes there are for steps of up to so many tokens."""
     num_sizes, num_lengths, length = (
         sum(size <= max_num_tokens for size in NUM_TOKENS),
         1,

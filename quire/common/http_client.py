@@ -431,13 +431,14 @@ class EventReader:
 
 
 def server_root(url: str) -> str:
-    """The part of an OpenAI-compatible server's URL before `/v1`,
+    """Return the part of an OpenAI-compatible server's URL before `/v1`,
     with which clients give it or not."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """What shows a key, where there is one. Raises ConfigError for one that cannot be sent."""
+    """Return what shows a key, where there is one. Raises ConfigError for one that cannot be
+    sent."""
     headers = {"authorization": f"Bearer {api_key.strip()}"} if api_key else {}
     _check_headers(headers)
     return headers

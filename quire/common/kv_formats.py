@@ -26,7 +26,7 @@ class KVFormat(NamedTuple):
     """Bytes of a row beside its elements."""
 
     def row_bytes(self, head_size: int) -> int:
-        """Bytes of the keys, or of the values, of one token and one KV head."""
+        """Return bytes of the keys, or of the values, of one token and one KV head."""
         return head_size * self.element_bytes + self.scale_bytes
 
 

@@ -15,17 +15,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """The smallest integer not below `numerator / denominator`."""
+    """Return the smallest integer not below `numerator / denominator`."""
     return -(-numerator // denominator)
 
 
 def align_down(value: int, unit: int) -> int:
-    """The largest multiple of `unit` not above `value`."""
+    """Return the largest multiple of `unit` not above `value`."""
     return value - value % unit
 
 
 def align_up(value: int, unit: int) -> int:
-    """The smallest multiple of `unit` not below `value`."""
+    """Return the smallest multiple of `unit` not below `value`."""
     return ceil_div(value, unit) * unit
 
 
@@ -47,7 +47,7 @@ def parse_bytes(size: int | str, *, option: str = "size") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for people: `format_bytes(1536) == "1.5 KiB"`."""
+    """Return a size for people: `format_bytes(1536) == "1.5 KiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

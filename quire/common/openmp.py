@@ -27,7 +27,7 @@ def limit_spinning() -> None:
 
 
 def torch_library(name: str) -> Path | None:
-    """A shared library out of torch's own folder, found without importing torch;
+    """Return a shared library out of torch's own folder, found without importing torch;
     None where there is none."""
     spec = importlib.util.find_spec("torch")
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib" / name

@@ -6,7 +6,8 @@ import mmap
 
 
 def reserve(num_bytes: int) -> mmap.mmap:
-    """A private region of at least `num_bytes`, zeroed, resident only where it was touched."""
+    """Return a private region of at least `num_bytes`, zeroed, resident only where it was
+    touched."""
     region = mmap.mmap(
         -1, max(num_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )

@@ -25,21 +25,22 @@ _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file of this name.
+    """Return whether there is a regular file of this name.
     Raises CheckpointError where the system does not say."""
     status = _status(path)
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name. Raises CheckpointError
+    """Return whether there is a folder of this name. Raises CheckpointError
     where the system does not say."""
     status = _status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """What a regular file holds; never more than `max_bytes` are read. Raises CheckpointError."""
+    """Return what a regular file holds; never more than `max_bytes` are read. Raises
+    CheckpointError."""
     try:
         # a pipe is not waited for
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -57,7 +58,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The same as text. Raises CheckpointError."""
+    """Return the same as text. Raises CheckpointError."""
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -67,12 +68,12 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError."""
+    """Return the object that a JSON file holds. Raises CheckpointError."""
     return parse_object(read_bytes(path, max_bytes), str(path))
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
-    """The object that a JSON document holds; `name` is what errors call it.
+    """Return the object that a JSON document holds; `name` is what errors call it.
     Raises CheckpointError."""
     num_values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if num_values > _MAX_VALUES:
@@ -106,7 +107,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _shown(path: Path) -> str:
-    """The name, or its end where it is longer than any that a system would take."""
+    """Return the name, or its end where it is longer than any that a system would take."""
     text = str(path)
     return text if len(text) <= _MAX_REASON_CHARS else f"...{text[-_MAX_REASON_CHARS:]}"
 

@@ -213,7 +213,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
-        """The config of `model` with `options`; ConfigError names an unknown one
+        """Return the config of `model` with `options`; ConfigError names an unknown one
         and what it may have meant."""
         known = [item.name for item in fields(cls)]
         options = translate(options)

@@ -223,8 +223,8 @@ _FACTORS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names and values that they have here. None everywhere means "you decide",
-    and is dropped.
+    """Return options under the names and values that they have here. None everywhere means "you
+    decide", and is dropped.
 
     Unknown names pass. Raises ConfigError for an option that is given twice, NotAvailableError for
     a feature that there is not.
@@ -270,7 +270,7 @@ def _as_here(name: str, value: Any) -> Any:
 
 
 def read_length(text: str) -> int:
-    """A number of tokens as people write it: 8192, 8k (thousands), 8K (of 1,024)."""
+    """Return a number of tokens as people write it: 8192, 8k (thousands), 8K (of 1,024)."""
     short = _SHORT_LENGTH.fullmatch(text)
     if short is not None:
         return int(float(short[1]) * _FACTORS[short[2]])

@@ -146,5 +146,5 @@ class BeamSearch:
 
 
 def _score(logprob: float, num_tokens: int, settings: BeamSettings) -> float:
-    """What a hypothesis of that length is ranked by."""
+    """Return what a hypothesis of that length is ranked by."""
     return logprob / math.pow(num_tokens, settings.length_penalty)

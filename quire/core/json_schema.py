@@ -83,7 +83,7 @@ _FORMATS = frozenset(
 
 
 def checked_schema(schema: object, param: str) -> str:
-    """The schema as JSON text, given as text or decoded.
+    """Return the schema as JSON text, given as text or decoded.
     Raises InvalidParameterError naming what is wrong with it."""
     text, decoded = _both_forms(schema, param)
     if decoded is False:
@@ -198,7 +198,7 @@ def _both_forms(schema: object, param: str) -> tuple[str, Any]:
 
 
 def _subschemas(root: object) -> Iterator[tuple[str, int, object]]:
-    """Every place where a schema stands: its path, its depth, and what is there."""
+    """Yield every place where a schema stands: its path, its depth, and what is there."""
     waiting: list[tuple[str, int, object]] = [("#", 1, root)]
     while waiting:
         path, depth, node = waiting.pop()
@@ -210,7 +210,7 @@ def _subschemas(root: object) -> Iterator[tuple[str, int, object]]:
 
 
 def _children(path: str, node: object) -> Iterator[tuple[str, object]]:
-    """A schema's own subschemas, and their paths."""
+    """Yield a schema's own subschemas, and their paths."""
     for keyword, value in node.items() if isinstance(node, Mapping) else ():
         place = f"{path}/{keyword}"
         if keyword in _SUBSCHEMA or (keyword == "items" and not isinstance(value, list)):

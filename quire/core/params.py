@@ -334,7 +334,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
-        """Parameters whose defaults are a model's `generation_config.json`; `overrides` win.
+        """Return parameters whose defaults are a model's `generation_config.json`; `overrides` win.
 
         A value that the file sets badly is refused like a user's, with the parameter's name.
         """
@@ -342,11 +342,11 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:
-        """Parameters of which None stands for the default."""
+        """Return parameters of which None stands for the default."""
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def clone(self) -> Self:
-        """An independent copy, checked anew. Containers are copied;
+        """Return an independent copy, checked anew. Containers are copied;
         the processors themselves are shared."""
         copied = replace(self)
         for item in fields(self):
@@ -356,7 +356,7 @@ class SamplingParams:
         return copied
 
     def limited(self, max_tokens: int) -> Self:
-        """The same for a prompt that leaves room for `max_tokens` alone;
+        """Return the same for a prompt that leaves room for `max_tokens` alone;
         what these parameters list is shared, not copied."""
         if max_tokens == self.max_tokens:
             return self
@@ -367,7 +367,7 @@ class SamplingParams:
         return copied
 
     def lists_the_same(self, other: SamplingParams) -> bool:
-        """Whether both hold the very same lists, so that what was made of
+        """Return whether both hold the very same lists, so that what was made of
         one's holds for the other."""
         return all(getattr(self, name) is getattr(other, name) for name in _LISTS)
 
@@ -409,7 +409,7 @@ class SamplingParams:
         bad_words: Iterable[Sequence[int]] = (),
         processors: Sequence[str] = (),
     ) -> RowSampling:
-        """The sampler's view of this request for a row whose 64-bit key is `seed`.
+        """Return the sampler's view of this request for a row whose 64-bit key is `seed`.
 
         `eos_token_ids` are the model's; `bad_words` the token sequences of `self.bad_words`;
         `processors` the names under which `self.logits_processors` are registered with the
@@ -441,7 +441,7 @@ class SamplingParams:
         )
 
     def _unsampled_stops(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Tokens that `min_tokens` keeps from being sampled: what would end the sequence."""
+        """Return tokens that `min_tokens` keeps from being sampled: what would end the sequence."""
         stops = set(self.stop_token_ids or ())
         if not self.ignore_eos:
             stops.update(eos_token_ids)
@@ -504,7 +504,7 @@ class BeamSearchParams:
             _check_vocabulary(name, getattr(self, name), vocab_size)
 
     def to_row_sampling(self) -> RowSampling:
-        """The sampler's view of each beam's row; candidates are the task `Candidates`."""
+        """Return the sampler's view of each beam's row; candidates are the task `Candidates`."""
         return RowSampling(
             temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
             allowed_token_ids=None
@@ -514,7 +514,7 @@ class BeamSearchParams:
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that a `generation_config.json` sets, by parameter name.
+    """Return the sampling parameters that a `generation_config.json` sets, by parameter name.
 
     Its keys are exactly what is used of the file; see `GENERATION_CONFIG_KEYS`. Null values count
     as absent, and an explicit `"do_sample": false` gives `temperature=0.0`.
@@ -570,7 +570,7 @@ def _refuse(param: str, value: object, wanted: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """A value for a message; never long, and never failing (Python refuses to
+    """Return a value for a message; never long, and never failing (Python refuses to
     print very large integers)."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"<an integer of {value.bit_length()} bits>"
@@ -653,8 +653,8 @@ def _token_ids(param: str, values: object, max_len: int) -> list[int]:
 
 
 def _are_token_ids(values: Collection[Any]) -> bool:
-    """Whether all are plain integers in range: a fifth of the time that it takes to look at each
-    of a quarter of a million."""
+    """Return whether all are plain integers in range: a fifth of the time that it takes to look at
+    each of a quarter of a million."""
     return not values or (
         set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
     )

@@ -84,8 +84,8 @@ class RepetitionWatch:
         that equal the one so many places before them."""
 
     def is_looping(self, token_ids: list[int], min_tokens: int = 0) -> bool:
-        """Whether the output at the end of `token_ids`, prompt included, ends with a pattern often
-        enough, and has `min_tokens` tokens.
+        """Return whether the output at the end of `token_ids`, prompt included, ends with a pattern
+        often enough, and has `min_tokens` tokens.
         """
         if len(token_ids) < self._num_prompt_tokens + min_tokens:
             return False

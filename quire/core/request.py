@@ -293,7 +293,7 @@ class SequenceOps(Protocol):
         ...
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """A new sequence with the parent's tokens, sharing its blocks where it has any."""
+        """Return a new sequence with the parent's tokens, sharing its blocks where it has any."""
         ...
 
     def finish(

@@ -99,12 +99,12 @@ class StepCostModel:
         self._limits = [_COMMON_VARIANCE + _OWN_VARIANCE] * NUM_COSTS
 
     def seconds(self, work: StepWork) -> float:
-        """The predicted duration of a step."""
+        """Return the predicted duration of a step."""
         return sum(map(_product, self._units, work))
 
     def chunk_len(self, seconds: float, start: int, most: int) -> int:
-        """How many tokens of one sequence from position `start` on take up to `seconds` more; at
-        most `most`, at least 0.
+        """Return how many tokens of one sequence from position `start` on take up to `seconds`
+        more; at most `most`, at least 0.
 
         Solves token * n + context * (start + n) + pair * n * (start + n / 2) = seconds for n.
         """
@@ -119,7 +119,7 @@ class StepCostModel:
         return min(most, int(length))
 
     def chunk_s(self, start: int, count: int) -> float:
-        """What such a chunk adds to a step's duration."""
+        """Return what such a chunk adds to a step's duration."""
         _, _, token_s, _, context_s, pair_s = self._units
         return (
             token_s * count + context_s * (start + count) + pair_s * count * (start + 0.5 * count)
@@ -151,11 +151,11 @@ class StepCostModel:
         self.num_observed += 1
 
     def units(self) -> UnitCosts:
-        """The coefficients as they are known now."""
+        """Return the coefficients as they are known now."""
         return UnitCosts(*self._units)
 
     def saved(self) -> dict[str, object]:
-        """What a later run can begin with: plain numbers."""
+        """Return what a later run can begin with: plain numbers."""
         return {
             "estimate": list(self.estimate),
             "ratios": list(self._ratios),

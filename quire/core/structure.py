@@ -159,7 +159,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
 
 def lark_literal(text: str) -> str:
-    """A string as Lark's notation writes it, which is JSON's."""
+    """Return a string as Lark's notation writes it, which is JSON's."""
     return json_module.dumps(text)
 
 

@@ -43,12 +43,13 @@ class _Args:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The record of parsed arguments; those of other parts of a program are left alone."""
+        """Return the record of parsed arguments; those of other parts of a program are left
+        alone."""
         names = [item.name for item in fields(cls) if hasattr(args, item.name)]  # type: ignore[arg-type]
         return cls(**{name: getattr(args, name) for name in names})
 
     def options(self) -> dict[str, Any]:
-        """What differs from the defaults, and the model: the arguments of `LLM`."""
+        """Return what differs from the defaults, and the model: the arguments of `LLM`."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
         defaults = {item.name: item.default for item in fields(self)}  # type: ignore[arg-type]
         return {
@@ -58,7 +59,7 @@ class _Args:
         }
 
     def create_engine_config(self, usage_context: object = None) -> EngineConfig:
-        """The options, judged. Raises ConfigError."""
+        """Return the options, judged. Raises ConfigError."""
         options = self.options()
         return EngineConfig.from_options(options.pop("model"), options)
 
@@ -183,7 +184,8 @@ def _reader(item: Field[Any]) -> Callable[[str], Any]:
 
 
 def _length(text: str) -> int | str:
-    """A length in any of its spellings; -1 and auto are translated with the other options."""
+    """Return a length in any of its spellings; -1 and auto are translated with the other
+    options."""
     try:
         return text if text == "auto" else read_length(text)
     except ConfigError as error:

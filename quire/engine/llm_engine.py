@@ -43,7 +43,7 @@ class LLMEngine:
     def from_engine_args(
         cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object
     ) -> Self:
-        """An engine of parsed arguments."""
+        """Return an engine of parsed arguments."""
         return cls(**engine_args.options())
 
     @property
@@ -80,15 +80,15 @@ class LLMEngine:
             self._session.abort(each)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Return whether `step` has anything to do or to tell."""
         return self._session.num_unfinished > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose last output has not been given out."""
+        """Return requests whose last output has not been given out."""
         return self._session.num_unfinished
 
     def get_tokenizer(self) -> PretrainedTokenizer:
-        """The model's tokenizer, with the methods that transformers' have;
+        """Return the model's tokenizer, with the methods that transformers' have;
         ConfigError with `skip_tokenizer_init`."""
         if self._tokenizer is None:
             self._tokenizer = self.engine.pretrained_tokenizer()
@@ -100,7 +100,7 @@ class LLMEngine:
         return self.get_tokenizer()
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's counters, under the names that vLLM gives them."""
+        """Return the engine's counters, under the names that vLLM gives them."""
         return snapshot(self.engine.scheduler, self.config.model)
 
     def do_log_stats(self) -> None:

@@ -44,12 +44,12 @@ _EMPTY_HISTORY = 0x51D0
 
 
 def extend_history(history: int, token_id: int) -> int:
-    """The running hash after one more token."""
+    """Return the running hash after one more token."""
     return mix64(history ^ mix64(token_id + 1))
 
 
 def null_logits(key: int, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.float64]:
-    """The oracle: logits after `token_ids`, computed from the plain list."""
+    """Return the oracle: logits after `token_ids`, computed from the plain list."""
     histories, history = [], _EMPTY_HISTORY
     for token_id in token_ids:
         history = extend_history(history, token_id)
@@ -60,7 +60,7 @@ def null_logits(key: int, token_ids: Sequence[int], vocab_size: int) -> NDArray[
 def null_sample(
     logits: NDArray[np.float64], sampling: RowSampling, seed: int, position: int
 ) -> int:
-    """The oracle's choice: the largest logit, plus noise keyed by (seed, position)
+    """Return the oracle's choice: the largest logit, plus noise keyed by (seed, position)
     unless the row is greedy."""
     if sampling.temperature == 0.0:
         return int(np.argmax(logits))

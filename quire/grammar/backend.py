@@ -87,7 +87,7 @@ class _Wrapper:
         self.eos_token_id = vocabulary.eos_token_ids[0]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens for a text; the library asks once, to see whether bytes are taken,
+        """Return tokens for a text; the library asks once, to see whether bytes are taken,
         and never where nothing is forced."""
         return [token_id for token_id, token in enumerate(self.tokens) if token == text.encode()][
             :1
@@ -95,7 +95,7 @@ class _Wrapper:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: NativeVocabulary) -> Any:
-    """A matcher at the start of the grammar, to be copied. Raises InvalidParameterError.
+    """Return a matcher at the start of the grammar, to be copied. Raises InvalidParameterError.
     Call it through `with_deep_stack`."""
     library = _library()
     matcher = library.LLMatcher(
@@ -125,7 +125,7 @@ def _byte_vocabulary() -> NativeVocabulary:
 
 
 def with_deep_stack(target: Callable[[], None], name: str) -> threading.Thread:
-    """A thread, started, on which the library's recursion has room."""
+    """Return a thread, started, on which the library's recursion has room."""
     with _stack_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -141,7 +141,7 @@ _stack_lock = threading.Lock()
 
 
 def embedded_schema(text: str, *, is_compact: bool = False) -> str:
-    """A checked schema's text with our options, as it stands behind `%json` in a grammar."""
+    """Return a checked schema's text with our options, as it stands behind `%json` in a grammar."""
     options: dict[str, Any] = {"lenient": False}
     options |= {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITE_SPACE}
     rest = text[1:] if text == "{}" else f",{text[1:]}"
@@ -149,7 +149,7 @@ def embedded_schema(text: str, *, is_compact: bool = False) -> str:
 
 
 def _source(library: ModuleType, grammar: Grammar) -> str:
-    """The grammar in the library's notation."""
+    """Return the grammar in the library's notation."""
     if grammar.kind == "regex":
         text = json.loads(library.LLMatcher.grammar_from_regex(grammar.text))["grammars"][0][
             "lark_grammar"
@@ -169,7 +169,7 @@ def _limits(library: ModuleType) -> Any:
 
 
 def _message(text: str) -> str:
-    """The lines of the library's words that say what is wrong with the grammar,
+    """Return the lines of the library's words that say what is wrong with the grammar,
     without its pictures of it."""
     lines = [line.strip() for line in text.strip().splitlines()]
     shown = [line for place, line in enumerate(lines) if place == 0 or line.startswith("error")]

@@ -261,7 +261,7 @@ class _GbnfParser:
         return self._text[self._at : self._at + 1]
 
     def _peek(self) -> str:
-        """The next character that is no white space and no comment; "" at the end."""
+        """Return the next character that is no white space and no comment; "" at the end."""
         self._skip_space()
         return self._raw()
 

@@ -131,8 +131,8 @@ class _Rules:
         return (num_atoms, nesting) if num_atoms <= MAX_ATOMS and nesting <= _MAX_NESTING else None
 
     def bodies(self, split: Collection[Node] | None) -> dict[str, Node]:
-        """The rules that are more than one lexeme, cut into lexemes other than those to be split;
-        None for all of them."""
+        """Return the rules that are more than one lexeme, cut into lexemes other than those to be
+        split; None for all of them."""
         found: dict[str, Node] = {}
         waiting = [ROOT]
         while waiting:
@@ -177,7 +177,7 @@ class _Rules:
         return Lexeme(node)
 
     def _groups(self, node: Node) -> Iterator[list[Node]]:
-        """A node's children, those that are regular and stand together in one list,
+        """Yield a node's children, those that are regular and stand together in one list,
         within the limits."""
         group: list[Node] = []
         num_atoms = 0
@@ -239,7 +239,7 @@ class _Comparison:
         }
 
     def _targets(self, states: Collection[int]) -> dict[int, set[int]]:
-        """Where each class of characters leads."""
+        """Return where each class of characters leads."""
         found: dict[int, set[int]] = {}
         for state in states:
             for mask, target in self._moves[state]:
@@ -348,7 +348,7 @@ class _Comparison:
                 return after_lexeme
 
     def _beginnings(self) -> tuple[set[Any], dict[Any, int]]:
-        """Which lexemes and rules may be empty, and the first bytes of each; rules by name,
+        """Return which lexemes and rules may be empty, and the first bytes of each; rules by name,
         lexemes by node."""
         nullable: set[Any] = set()
         first: dict[Any, int] = {}
@@ -384,7 +384,7 @@ class _Classes:
         self.leads = [_lead_bytes(low, high - 1) for low, high in pairwise(edges)]
 
     def mask(self, atom: Chars) -> int:
-        """The classes of an atom, as bits."""
+        """Return the classes of an atom, as bits."""
         found = 0
         for low, high in atom.ranges:
             first, end = self._numbers[low], self._numbers[high + 1]
@@ -392,7 +392,7 @@ class _Classes:
         return found
 
     def leads_of(self, masks: Iterator[int]) -> int:
-        """The first bytes of all classes in these masks."""
+        """Return the first bytes of all classes in these masks."""
         every = 0
         for mask in masks:
             every |= mask
@@ -461,7 +461,7 @@ def _first(node: Node, first: Mapping[Any, int], nullable: Collection[Any]) -> i
 
 
 def _without_itself(name: str, node: Node) -> Node | None:
-    """A rule that goes on with itself at its end, or at its beginning, as a repetition;
+    """Return a rule that goes on with itself at its end, or at its beginning, as a repetition;
     None for any other recursion."""
     own: list[tuple[Node, ...]] = []
     others: list[tuple[Node, ...]] = []
@@ -486,7 +486,7 @@ def _without_itself(name: str, node: Node) -> Node | None:
 
 
 def _alternatives(node: Node, name: str) -> list[Node]:
-    """What a rule's body may be, one by one, as far as that brings the
+    """Return what a rule's body may be, one by one, as far as that brings the
     rule's own name to the surface."""
     if name not in _refs(node):
         return [node]
@@ -560,7 +560,8 @@ def _written(bodies: Mapping[str, Node], rules: _Rules) -> str:
 
 
 def _terminal(name: str, node: Node, rules: _Rules) -> tuple[str, str]:
-    """How a lexeme is named in rules, and its own line. The compiler's lexemes are never empty."""
+    """Return how a lexeme is named in rules, and its own line. The compiler's lexemes are never
+    empty."""
     pattern = _pattern(node, rules)
     if not pattern:
         return '""', ""
@@ -582,7 +583,7 @@ def _pattern_is_nullable(node: Node, rules: _Rules) -> bool:
 
 
 def _pattern(node: Node, rules: _Rules) -> str:
-    """The regular expression, in which only letters, digits and `_` stand for themselves."""
+    """Return the regular expression, in which only letters, digits and `_` stand for themselves."""
     if isinstance(node, Chars):
         (low, high), *others = node.ranges
         if low == high and not others:
@@ -600,7 +601,7 @@ def _pattern(node: Node, rules: _Rules) -> str:
 
 
 def _class_range(low: int, high: int) -> str:
-    """A part of a class, without surrogates, which no text holds."""
+    """Return a part of a class, without surrogates, which no text holds."""
     if low < 0xD800 <= high or low <= 0xDFFF < high:
         return _class_range(low, 0xD7FF) * (low < 0xD800) + _class_range(0xE000, high) * (
             high > 0xDFFF

@@ -27,7 +27,7 @@ class Matcher:
         self._token_ids: NDArray[np.integer[Any]] = np.empty(0, np.int64)
 
     def allowed(self, output_token_ids: NDArray[np.integer[Any]]) -> TokenMask:
-        """Which tokens may follow these, bool [vocabulary].
+        """Return which tokens may follow these, bool [vocabulary].
         Raises RequestError where the state cannot be followed."""
         self._go_to(output_token_ids)
         bits = np.frombuffer(self._native.compute_bitmask(), np.uint8)

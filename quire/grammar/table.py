@@ -56,7 +56,7 @@ class GrammarTable:
             self._thread = with_deep_stack(self._run, "quire-grammars")
 
     def take_verdicts(self, wait_s: float = 0.0) -> tuple[GrammarVerdict, ...]:
-        """What has been found out since the last call; waits so long for a first one,
+        """Return what has been found out since the last call; waits so long for a first one,
         where one is to come."""
         if not self._num_pending:
             return ()
@@ -70,7 +70,8 @@ class GrammarTable:
         return tuple(found)
 
     def begin(self, grammar: Grammar) -> Matcher:
-        """A matcher at the grammar's start. Raises RequestError where it cannot be compiled."""
+        """Return a matcher at the grammar's start. Raises RequestError where it cannot be
+        compiled."""
         with self._lock:
             compiled = self._compiled.get(grammar)
         if compiled is None:

@@ -49,8 +49,8 @@ class ExpertKernels(Protocol):
         ...
 
     def choose(self, logits: Tensor, count: int, *, is_normalised: bool) -> ExpertChoice:
-        """The `count` largest of each row of float32 logits [T, E], larger first, the lowest id
-        first among equals.
+        """Return the `count` largest of each row of float32 logits [T, E], larger first, the lowest
+        id first among equals.
 
         They weigh their share of the softmax over all E or, with `is_normalised`, over those
         chosen. A row that holds a number that is not finite gives weights that are not.

@@ -221,9 +221,9 @@ class Kernels(Protocol):
         ...
 
     def table_of(self, weight: PackedLinear) -> EmbeddingTable | None:
-        """The table [N, K] whose rows are those that `weight` was packed from, bit for bit, in
-        memory that the two share; None where they cannot be had back (integers). So a head that is
-        tied to the embedding exists once.
+        """Return the table [N, K] whose rows are those that `weight` was packed from, bit for bit,
+        in memory that the two share; None where they cannot be had back (integers). So a head that
+        is tied to the embedding exists once.
         """
         ...
 
@@ -250,7 +250,8 @@ class Kernels(Protocol):
         ...
 
     def is_finite(self, x: Tensor) -> bool:
-        """Whether no element of x, of any shape, is NaN or infinite. Waits for the device."""
+        """Return whether no element of x, of any shape, is NaN or infinite. Waits for the
+        device."""
         ...
 
     def finite_rows(self, x: Tensor) -> Tensor:
@@ -317,12 +318,12 @@ class Kernels(Protocol):
         ...
 
     def reasons_against(self, program: Program) -> list[str]:
-        """Why this back end cannot run a program; empty where it can."""
+        """Return why this back end cannot run a program; empty where it can."""
         ...
 
     def compile(self, program: Program, weights: Weights) -> ForwardPass:
-        """The program behind one call, for caches in the order of their numbers. The bits are those
-        that this back end's operations give one by one (`quire.kernels.interpreter`).
+        """Return the program behind one call, for caches in the order of their numbers. The bits
+        are those that this back end's operations give one by one (`quire.kernels.interpreter`).
         """
         ...
 

@@ -122,7 +122,7 @@ class Interpreter:
     def compute(
         self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None
     ) -> Any:
-        """The output of an operation, or a tuple of several, from its inputs.
+        """Return the output of an operation, or a tuple of several, from its inputs.
         Rows of heads are changed in place."""
         kernels, weights = self._kernels, self._weights
         match operation:
@@ -195,13 +195,13 @@ class Interpreter:
 
 
 def _with_lifetimes(program: Program) -> list[tuple[ops.Operation, bool, tuple[int, ...]]]:
-    """The operations; whether each computes the wanted tokens' rows alone;
+    """Return the operations; whether each computes the wanted tokens' rows alone;
     the values that are not read after it."""
     return list(zip(program.operations, program.rows_wanted(), program.last_reads(), strict=True))
 
 
 def normed(kernels: Kernels, weights: Weights, norm: ops.NormWeights, x: Tensor) -> Tensor:
-    """The norm over the last dimension of x, which is as wide as the norm."""
+    """Return the norm over the last dimension of x, which is as wide as the norm."""
     weight = weights.vectors[norm.weight]
     if norm.kind == "layer":
         bias = None if norm.bias is None else weights.vectors[norm.bias]
@@ -210,7 +210,7 @@ def normed(kernels: Kernels, weights: Weights, norm: ops.NormWeights, x: Tensor)
 
 
 def split_heads(x: Tensor, heads: ops.Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [T, heads * D] as views: queries, keys and values [T, heads, D]."""
+    """Return rows [T, heads * D] as views: queries, keys and values [T, heads, D]."""
     rows = x.view(len(x), heads.width // heads.head_dim, heads.head_dim)
     queries, keys, values = rows.split_with_sizes(
         (heads.num_queries, heads.num_keys, heads.num_keys), dim=1
@@ -219,5 +219,5 @@ def split_heads(x: Tensor, heads: ops.Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """A number as a tensor of `dtype` would hold it."""
+    """Return a number as a tensor of `dtype` would hold it."""
     return torch.tensor(number, dtype=dtype).item()

@@ -35,7 +35,7 @@ def empty_cache(
     kv_format: str,
     device: torch.device = CPU,
 ) -> Tensor:
-    """An uninitialised cache for keys, or for values, in one of `KV_FORMATS`.
+    """Return an uninitialised cache for keys, or for values, in one of `KV_FORMATS`.
     Its pages are untouched."""
     chosen = KV_FORMATS[kv_format]
     dtype, width = _DTYPES[kv_format], head_size + chosen.scale_bytes // chosen.element_bytes

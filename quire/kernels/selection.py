@@ -33,8 +33,8 @@ def load(
     is_invariant: bool = True,
     attention_module: str | None = None,
 ) -> Kernels:
-    """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where
-    it cannot run there.
+    """Return the back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError
+    where it cannot run there.
 
     Only "triton" has anything faster to offer where results may depend on batch composition, that
     is not `is_invariant`; and only it takes a library for attention.
@@ -63,7 +63,7 @@ def select_kernels(
     is_invariant: bool = True,
     attention_module: str | None = None,
 ) -> Selection:
-    """The best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
+    """Return the best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
 
     Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or
     not at all: a user who requests one does not want the reference there.

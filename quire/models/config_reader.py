@@ -54,11 +54,11 @@ class ConfigReader:
         self._sections: list[ConfigReader] = []
 
     def has(self, key: str) -> bool:
-        """Whether the key is present and not null (null means absent everywhere here)."""
+        """Return whether the key is present and not null (null means absent everywhere here)."""
         return self._values.get(key) is not None
 
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
-        """The error for a value that Quire does not implement, for the caller to raise."""
+        """Return the error for a value that Quire does not implement, for the caller to raise."""
         where = f"{self._path}{key}={_shown(self._values.get(key))}"
         return UnsupportedModelError(
             f"{self.architecture}: config.json has {where}; supported: {supported}"
@@ -67,7 +67,7 @@ class ConfigReader:
     def integer(
         self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER
     ) -> int:
-        """A whole number within bounds; without a default the key is required."""
+        """Return a whole number within bounds; without a default the key is required."""
         value = self._get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -86,7 +86,7 @@ class ConfigReader:
         return self.integer(key, minimum=minimum) if present else default
 
     def number(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
-        """A finite number not below `minimum`; without a default the key is required."""
+        """Return a finite number not below `minimum`; without a default the key is required."""
         value = self._get(key, default)
         if (
             isinstance(value, bool)
@@ -113,14 +113,14 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; without a default the key is required."""
+        """Return a string; without a default the key is required."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.refuse(key, "a string")
         return value
 
     def choice(self, key: str, table: Mapping[str, _T], default: str | None = None) -> _T:
-        """The entry of `table` that the key's string names."""
+        """Return the entry of `table` that the key's string names."""
         value = self.text(key, default)
         if value not in table:
             raise self.refuse(key, ", ".join(sorted(table)))
@@ -133,7 +133,7 @@ class ConfigReader:
             raise self.refuse(key, f"{allowed!r} or null")
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A required list of `count` numbers, none below zero."""
+        """Return a required list of `count` numbers, none below zero."""
         value = self._get(key, None)
         are_numbers = isinstance(value, list) and all(
             type(x) in (int, float) and 0 <= x <= _MAX_NUMBER for x in value
@@ -143,7 +143,7 @@ class ConfigReader:
         return tuple(float(x) for x in value)
 
     def names(self, key: str, allowed: frozenset[str], count: int) -> tuple[str, ...] | None:
-        """An optional list of `count` names out of `allowed`."""
+        """Return an optional list of `count` names out of `allowed`."""
         self._read.add(key)
         if not self.has(key):
             return None
@@ -157,25 +157,25 @@ class ConfigReader:
         return tuple(map(str, value))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """An optional list of strings; nothing where it is absent."""
+        """Return an optional list of strings; nothing where it is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(key, "a list of strings")
         return tuple(value)
 
     def raw(self, key: str) -> object:
-        """A value of a kind that no other method reads, for the caller to check."""
+        """Return a value of a kind that no other method reads, for the caller to check."""
         return self._get(key, None)
 
     def sections(self, key: str) -> tuple[ConfigReader, ...]:
-        """The objects inside an object, whatever their names; nothing where it is absent."""
+        """Return the objects inside an object, whatever their names; nothing where it is absent."""
         group = self.section(key)
         if group is None:
             return ()
         return tuple(found for name in group._values if (found := group.section(name)) is not None)
 
     def section(self, key: str) -> ConfigReader | None:
-        """A nested object (None where absent); its own unread keys are
+        """Return a nested object (None where absent); its own unread keys are
         refused by `finish` of the whole."""
         self._read.add(key)
         if not self.has(key):

@@ -165,7 +165,7 @@ class BlockSpec:
 
 
 def sequential(*sublayers: Sublayer) -> BlockSpec:
-    """A block whose sublayers follow one another."""
+    """Return a block whose sublayers follow one another."""
     return BlockSpec(tuple((sublayer,) for sublayer in sublayers))
 
 
@@ -178,7 +178,7 @@ class KVLayerSpec(NamedTuple):
     """Tokens further back than this are never read again; None for full attention."""
 
     def bytes_per_token(self, kv_format: str) -> int:
-        """Bytes of K and V of one token, with their scales where the format has them."""
+        """Return bytes of K and V of one token, with their scales where the format has them."""
         return 2 * self.num_kv_heads * KV_FORMATS[kv_format].row_bytes(self.head_dim)
 
 
@@ -285,7 +285,8 @@ class DecoderSpec:
         return None if self.position_embedding is None else self.position_embedding.shape[0]
 
     def weight_bytes(self, dtype: str) -> int:
-        """Memory of the weights in the compute dtype. A tied head is the embedding's own memory."""
+        """Return memory of the weights in the compute dtype. A tied head is the embedding's own
+        memory."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def flops_per_token(self) -> FlopsPerToken:
@@ -325,7 +326,7 @@ def linear(name: str, num_inputs: int, num_outputs: int, *, has_bias: bool = Fal
 
 
 def fused(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
-    """Several projections of the same input that a checkpoint keeps as one `name.weight`,
+    """Return several projections of the same input that a checkpoint keeps as one `name.weight`,
     stacked by outputs."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(

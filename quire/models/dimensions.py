@@ -74,14 +74,14 @@ def read_dimensions(config: ConfigReader) -> Dimensions:
 
 
 def read_dtype(config: ConfigReader) -> str:
-    """The checkpoint's own dtype: `dtype`, in older files `torch_dtype`;
+    """Return the checkpoint's own dtype: `dtype`, in older files `torch_dtype`;
     float32 where neither says."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     return config.choice(key, _DTYPES, "float32")
 
 
 def read_layer_types(config: ConfigReader, default: tuple[str, ...]) -> tuple[bool, ...]:
-    """Which layers slide: `layer_types` if it is given, else `default`."""
+    """Return which layers slide: `layer_types` if it is given, else `default`."""
     names = config.names("layer_types", _LAYER_TYPES, len(default)) or default
     return tuple(name == "sliding_attention" for name in names)
 
@@ -89,7 +89,7 @@ def read_layer_types(config: ConfigReader, default: tuple[str, ...]) -> tuple[bo
 def read_windows(
     config: ConfigReader, default: tuple[str, ...], window: int | None
 ) -> tuple[int | None, ...]:
-    """The window of every layer. A sliding layer without a size is a
+    """Return the window of every layer. A sliding layer without a size is a
     contradiction and is refused."""
     slides = read_layer_types(config, default)
     if any(slides) and window is None:
@@ -112,7 +112,7 @@ def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None
 
 
 def read_head(config: ConfigReader, embedding: TensorSpec, *, default_tied: bool) -> LinearSpec:
-    """The output projection: the embedding itself where the two are tied, else `lm_head`."""
+    """Return the output projection: the embedding itself where the two are tied, else `lm_head`."""
     if config.flag("tie_word_embeddings", default_tied):
         return LinearSpec(embedding)
     vocab, hidden = embedding.shape

@@ -36,7 +36,7 @@ class Parameters:
 
 
 def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
-    """The program of a decoder, as plain as it can be: passes (`quire.program.passes`)
+    """Return the program of a decoder, as plain as it can be: passes (`quire.program.passes`)
     are for back ends to choose."""
     return _Lowering(spec).lowered()
 
@@ -86,7 +86,7 @@ class _Lowering:
         return x
 
     def _stage(self, stage: tuple[Sublayer, ...], stream: int) -> int:
-        """The stream behind sublayers that all read it as it was;
+        """Return the stream behind sublayers that all read it as it was;
         norms that they share are computed once."""
         normed: dict[NormSpec | None, int] = {None: stream}
         outputs = []

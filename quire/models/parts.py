@@ -61,7 +61,7 @@ def gated_mlp(
 
 
 def pre_norm_block(at: str, norm: Norm, attention: Mixer, mlp: Mixer) -> BlockSpec:
-    """A norm before each of two sublayers, and none behind them."""
+    """Return a norm before each of two sublayers, and none behind them."""
     return sequential(
         Sublayer(norm(f"{at}.input_layernorm"), attention),
         Sublayer(norm(f"{at}.post_attention_layernorm"), mlp),
@@ -86,7 +86,7 @@ def decoder(
     *,
     default_tied: bool = False,
 ) -> DecoderSpec:
-    """Blocks (from where each lies in the checkpoint, and its index)
+    """Return blocks (from where each lies in the checkpoint, and its index)
     between an embedding and a head, which may be tied."""
     embedding = TensorSpec("model.embed_tokens.weight", (size.vocab, size.hidden))
     return DecoderSpec(

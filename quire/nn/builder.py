@@ -83,7 +83,7 @@ class _Builder:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))
 
     def _ends(self, spec: DecoderSpec) -> tuple[EmbeddingTable, PackedLinear]:
-        """The embedding table and the head, which share their memory where they are tied
+        """Return the embedding table and the head, which share their memory where they are tied
         and the head holds floats."""
         if not spec.is_tied:
             return self._counted_tensor(self._table(spec.embedding)), self._linear(spec.head)

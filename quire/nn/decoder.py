@@ -59,7 +59,7 @@ class DecoderModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Each row's best token and its logit, ids int64 [R] and float32 [R]:
+        """Return each row's best token and its logit, ids int64 [R] and float32 [R]:
         `SamplingKernels.argmax` of `logits(hidden)`.
 
         None where it takes the logits themselves: a soft cap may round two of them to one number,

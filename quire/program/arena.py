@@ -75,7 +75,7 @@ def place_values(program: Program) -> Arena:
 
 
 def _input_replaced(program: Program, operation: ops.Operation, index: int) -> int | None:
-    """The input whose place an output may take; None where there is none as wide."""
+    """Return the input whose place an output may take; None where there is none as wide."""
     if not isinstance(operation, ELEMENTWISE):
         return None
     value = operation.inputs[index]

@@ -164,7 +164,7 @@ class PrepareHeads(HeadOperation):
     parts: tuple[NormHeads | Rope | WriteKV, ...]
 
     def norm_of(self, of: Literal["queries", "keys"]) -> NormWeights | None:
-        """The norm of the queries, or of the keys."""
+        """Return the norm of the queries, or of the keys."""
         return next(
             (part.norm for part in self.parts if isinstance(part, NormHeads) and part.of == of),
             None,

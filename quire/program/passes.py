@@ -91,7 +91,7 @@ def select_wanted(program: Program, alignment: int | None = None) -> Program:
 
 
 def _stream_before(program: Program, start: int) -> int:
-    """The residual stream's last value of the operations before `start`."""
+    """Return the residual stream's last value of the operations before `start`."""
     sums = {
         each.outputs[0]: each.inputs[0]
         for each in program.operations[start:]
@@ -124,7 +124,7 @@ def _project_apart(
         return (len(widths) - 1,)
 
     def project(part: ops.Heads, start: int) -> list[ops.Operation]:
-        """The projection and what follows, of a part of the heads,
+        """Return the projection and what follows, of a part of the heads,
         whose columns begin at `start`."""
         columns = range(start, start + part.width)
         found: list[ops.Operation] = [replace(projection, outputs=value(part), columns=columns)]
@@ -142,7 +142,7 @@ def _project_apart(
 
 
 def _concerns(operation: ops.HeadOperation, heads: ops.Heads) -> bool:
-    """Whether an operation has anything to do with a part of the heads."""
+    """Return whether an operation has anything to do with a part of the heads."""
     if isinstance(operation, ops.NormHeads):
         return bool(heads.num_queries if operation.of == "queries" else heads.num_keys)
     return heads.num_keys > 0 or not isinstance(operation, ops.WriteKV)

@@ -36,7 +36,7 @@ class IntegerFormat:
     """e4m3 numbers in place of integers."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Bytes of values, scales and offsets."""
+        """Return bytes of values, scales and offsets."""
         per_group = _SCALE_BYTES * (2 if self.has_offsets else 1)
         return num_outputs * (
             num_inputs * self.bits // 8 + num_inputs // self.group_size * per_group
@@ -53,7 +53,7 @@ class WeightFormats:
     """For people: what is done to the weights."""
 
     def of(self, parts: Sequence[LinearSpec]) -> IntegerFormat | None:
-        """The one format that parts of a stacked projection get, None for floating point.
+        """Return the one format that parts of a stacked projection get, None for floating point.
 
         Parts of different formats are brought to the narrowest that holds them all without loss;
         for e4m3 beside integers that is floating point.
@@ -64,8 +64,8 @@ class WeightFormats:
         return join(formats) if is_alike else None
 
     def weight_bytes(self, spec: DecoderSpec, dtype: str) -> int:
-        """Memory of all weights: those that stay floating point count in `dtype`. Integers of a
-        tied head come on top of the embedding, which stays as it is.
+        """Return memory of all weights: those that stay floating point count in `dtype`. Integers
+        of a tied head come on top of the embedding, which stays as it is.
         """
         total = spec.weight_bytes(dtype)
         for parts in spec.projections:
@@ -86,7 +86,7 @@ class WeightFormats:
 
 
 def join(formats: Iterable[IntegerFormat]) -> IntegerFormat:
-    """The format that holds weights of all of `formats` exactly: the widest integers,
+    """Return the format that holds weights of all of `formats` exactly: the widest integers,
     the finest groups."""
     listed = list(formats)
     return IntegerFormat(

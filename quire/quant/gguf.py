@@ -71,7 +71,7 @@ class GgufWeights(WeightSource):
         out.copy_(floats.view(out.shape))
 
     def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
-        """The integers of a projection, None where the file has floats."""
+        """Return the integers of a projection, None where the file has floats."""
         if linear.weight.name not in self._storage.by_name:
             return None
         return self._read(linear.weight)
@@ -153,7 +153,7 @@ def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at a byte of every block: float32 [blocks, 1]."""
+    """Return the float16 at a byte of every block: float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -192,8 +192,8 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight 6-bit scales and minima of a K block, times its two float16: float32 [blocks,
-    8] each."""
+    """Return the eight 6-bit scales and minima of a K block, times its two float16: float32
+    [blocks, 8] each."""
     low, high, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, (rest & 15) | (low >> 6) << 4], dim=1)
     minima = torch.cat([high & 63, (rest >> 4) | (high >> 6) << 4], dim=1)

@@ -23,7 +23,7 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def rows_of(weight: QuantizedWeight, chosen: Tensor) -> QuantizedWeight:
-    """The outputs `chosen` (int64 [n]), in that order."""
+    """Return the outputs `chosen` (int64 [n]), in that order."""
     offsets = None if weight.offsets is None else weight.offsets[chosen]
     # torch does not index fp8
     values = weight.values.view(torch.int8)[chosen].view(weight.values.dtype)
@@ -56,7 +56,7 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def format_of(weight: QuantizedWeight) -> IntegerFormat:
-    """The form of a weight without its numbers."""
+    """Return the form of a weight without its numbers."""
     return IntegerFormat(
         weight.bits,
         weight.group_size,
@@ -67,7 +67,7 @@ def format_of(weight: QuantizedWeight) -> IntegerFormat:
 
 
 def _refined(weight: QuantizedWeight, group_size: int) -> QuantizedWeight:
-    """The same weight in smaller groups."""
+    """Return the same weight in smaller groups."""
     times = weight.group_size // group_size
     if times == 1:
         return weight

@@ -30,7 +30,7 @@ class LinearLoader(Protocol):
         ...
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
-        """The head that shares the embedding's `table` [V, H], which is in memory already,
+        """Return the head that shares the embedding's `table` [V, H], which is in memory already,
         in the compute dtype."""
         ...
 
@@ -54,7 +54,7 @@ class FloatLinears:
     def stacked(
         self, parts: Sequence[LinearSpec], dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
-        """The parts' weights in one tensor [sum of outputs, inputs],
+        """Return the parts' weights in one tensor [sum of outputs, inputs],
         on the CPU unless a device is named."""
         weight = torch.empty(
             sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=dtype, device=device
@@ -66,7 +66,8 @@ class FloatLinears:
         return weight
 
     def bias(self, parts: Sequence[LinearSpec]) -> Tensor | None:
-        """The parts' biases in one tensor, zero where a part has none; None if no part has any."""
+        """Return the parts' biases in one tensor, zero where a part has none; None if no part has
+        any."""
         if all(part.bias is None for part in parts):
             return None
         bias = torch.zeros(sum(part.num_outputs for part in parts), dtype=self.dtype)
@@ -100,7 +101,7 @@ class QuantizingLinears:
         )
 
     def pack(self, parts: Sequence[LinearSpec], weight: Tensor) -> PackedLinear:
-        """The stacked floats [sum of outputs, inputs] of `parts`,
+        """Return the stacked floats [sum of outputs, inputs] of `parts`,
         packed in the format that is planned for them."""
         held = self.formats.of(parts)
         if held is None:

@@ -40,11 +40,12 @@ class LinearStorage(Protocol):
     """How one projection is stored."""
 
     def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
-        """What is stored in place of its weight. Raises ConfigError where the sizes cannot be."""
+        """Return what is stored in place of its weight. Raises ConfigError where the sizes cannot
+        be."""
         ...
 
     def held(self, linear: LinearSpec) -> IntegerFormat | None:
-        """The form that it will have in memory, at most; None for floating point."""
+        """Return the form that it will have in memory, at most; None for floating point."""
         ...
 
 
@@ -231,7 +232,8 @@ class CheckpointStorage:
 def read_storage(
     config: Mapping[str, object], spec: DecoderSpec, method: str | None, *, keeps_fp8: bool = False
 ) -> CheckpointStorage | None:
-    """What the `quantization_config` of a parsed `config.json` says; None where there is none.
+    """Return what the `quantization_config` of a parsed `config.json` says; None where there is
+    none.
 
     `method` is the user's wish ("int4", "int8" or None) for the activations; with `keeps_fp8` there
     are kernels for e4m3. Raises UnsupportedModelError for what is not implemented, ConfigError for
@@ -278,7 +280,7 @@ def read_storage(
 
 
 def _with_wish(storage: LinearStorage, linear: LinearSpec, method: str) -> LinearStorage:
-    """The storage with activations (and, for FP8, integers) as the user chooses them;
+    """Return the storage with activations (and, for FP8, integers) as the user chooses them;
     itself where it has other bits."""
     if isinstance(storage, Fp8Storage):
         requantized = IntegerFormat(8, linear.num_inputs, "int8")
@@ -412,8 +414,8 @@ def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
 
 
 def _is_plain_pattern(text: str) -> bool:
-    """Whether matching takes bounded time: few repetitions, none of a group, and nothing that
-    refers back.
+    """Return whether matching takes bounded time: few repetitions, none of a group, and nothing
+    that refers back.
 
     `(.+)+x` takes a second for each character of a name by which that second doubles.
     """
@@ -545,7 +547,7 @@ _METHODS: dict[str, Callable[[ConfigReader], tuple[str, Assign]]] = {
 
 
 def _read_group_size(config: ConfigReader) -> int | None:
-    """A group size; None for -1, which means one scale per output."""
+    """Return a group size; None for -1, which means one scale per output."""
     size = config.integer("group_size", 128, minimum=-1)
     if size == 0:
         raise config.refuse("group_size", "-1, or a size above zero")
@@ -553,7 +555,7 @@ def _read_group_size(config: ConfigReader) -> int | None:
 
 
 def _names_in_blocks(config: ConfigReader, key: str) -> tuple[str, ...]:
-    """A list of lists of module names, flat."""
+    """Return a list of lists of module names, flat."""
     if not config.has(key):
         config.ignore(key)
         return ()
@@ -567,7 +569,7 @@ def _names_in_blocks(config: ConfigReader, key: str) -> tuple[str, ...]:
 
 
 def _group_size(size: int | None, linear: LinearSpec) -> int:
-    """The inputs that share a scale. Raises ConfigError where they do
+    """Return the inputs that share a scale. Raises ConfigError where they do
     not divide the projection's."""
     size = linear.num_inputs if size is None else size
     if linear.num_inputs % size:
@@ -593,5 +595,5 @@ def _is_head(module: str) -> bool:
 
 
 def _is_within(module: str, name: str) -> bool:
-    """Whether a module is `name` or lies inside it; `name` may leave out the beginning."""
+    """Return whether a module is `name` or lies inside it; `name` may leave out the beginning."""
     return f".{module}.".endswith(f".{name}.") or f".{module}.".find(f".{name}.") >= 0

@@ -77,7 +77,7 @@ def write_checkpoint(
 def _tensors(
     spec: DecoderSpec, weights: WeightSource, formats: WeightFormats, recipe: Recipe
 ) -> Iterator[tuple[str, Tensor]]:
-    """Everything that is stored, by name."""
+    """Yield everything that is stored, by name."""
     head = None if recipe.keeps_head else spec.head
     linears = {part.weight: part for parts in spec.projections[:-1] for part in parts}
     if head is not None and not spec.is_tied:
@@ -101,7 +101,7 @@ def _tensors(
 
 
 def _whole(tensor: TensorSpec) -> TensorSpec:
-    """The stored tensor that holds this one."""
+    """Return the stored tensor that holds this one."""
     if tensor.stored_rows is None:
         return tensor
     return dataclasses.replace(

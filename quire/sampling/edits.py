@@ -42,7 +42,7 @@ _Key = tuple[int, int, int, int]
 
 
 def is_edited(row: SampledRow) -> bool:
-    """Whether the request touches its logits at this position."""
+    """Return whether the request touches its logits at this position."""
     sampling = row.sampling
     return bool(
         sampling.allowed_token_ids is not None
@@ -88,7 +88,7 @@ class BadWords:
         self._banned = {node: np.array(ids, dtype=np.int64) for node, ids in banned.items()}
 
     def completing(self, output_token_ids: TokenIds) -> list[Ids]:
-        """The tokens that would complete a word now."""
+        """Return the tokens that would complete a word now."""
         node, found = 0, [self._banned[0]] if 0 in self._banned else []
         for place in range(len(output_token_ids) - 1, -1, -1):
             following = self._edges.get((node, int(output_token_ids[place])))
@@ -194,7 +194,7 @@ class RowEditor:
                 errors[i] = str(error)
 
     def _forced(self, row: SampledRow, vocab_size: int) -> int | None:
-        """The token that the budget for thoughts demands now."""
+        """Return the token that the budget for thoughts demands now."""
         if row.sampling.thinking is None:
             return None
         found = self._watches.get(row.row)
@@ -252,7 +252,7 @@ class _Pairs:
 
 
 def _lists_of(sampling: RowSampling) -> _Key:
-    """What identifies the lists of a row, while some row holds them."""
+    """Return what identifies the lists of a row, while some row holds them."""
     return (
         id(sampling.allowed_token_ids),
         id(sampling.bad_words),
@@ -305,7 +305,7 @@ def _forbid(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
 
 
 def _banned(row: SampledRow, tables: _Tables) -> Ids:
-    """Tokens that bad words and `min_tokens` forbid at this position."""
+    """Return tokens that bad words and `min_tokens` forbid at this position."""
     banned = [] if tables.bad_words is None else tables.bad_words.completing(row.output_token_ids)
     if _is_too_short(row):
         banned.append(tables.stops)
@@ -313,7 +313,7 @@ def _banned(row: SampledRow, tables: _Tables) -> Ids:
 
 
 def _penalties(rows: Sequence[SampledRow], device: torch.device) -> Penalties | None:
-    """The penalties of the rows that have any; None where no row has."""
+    """Return the penalties of the rows that have any; None where no row has."""
     chosen = [i for i, row in enumerate(rows) if _is_penalised(row.sampling)]
     if not chosen:
         return None

@@ -76,7 +76,7 @@ def choose_plain(
 def _arrays(
     rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, *, is_filtered: bool
 ) -> list[NDArray[Any]]:
-    """The fields of `ScaledRows` but for the max logit, of `Keys` and, where there are any,
+    """Return the fields of `ScaledRows` but for the max logit, of `Keys` and, where there are any,
     of `Filters`, for one draw each."""
     chosen = [rows[place] for place in places]
     samplings = [row.sampling for row in chosen]
@@ -96,7 +96,7 @@ def _arrays(
 
 
 def draws_of(rows: Sequence[SampledRow]) -> Draws:
-    """The draws of rows that are not greedy, `num_samples` for each, row after row."""
+    """Return the draws of rows that are not greedy, `num_samples` for each, row after row."""
     drawn = [(place, row) for place, row in enumerate(rows) if row.sampling.temperature != 0.0]
     chosen = [(place, row, index) for place, row in drawn for index in range(row.num_samples)]
     arrays = (
@@ -112,7 +112,7 @@ def draws_of(rows: Sequence[SampledRow]) -> Draws:
 
 
 def has_filters(sampling: RowSampling, vocab_size: int) -> bool:
-    """Whether top-k, top-p or min-p may remove a token."""
+    """Return whether top-k, top-p or min-p may remove a token."""
     return 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 

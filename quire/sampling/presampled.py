@@ -34,7 +34,7 @@ def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> 
 def drawn_results(
     found: tuple[Tensor, Tensor, Tensor], rows: Sequence[SampledRow]
 ) -> list[WorkResult]:
-    """The same where some rows are drawn from: those tokens, int64 [n],
+    """Return the same where some rows are drawn from: those tokens, int64 [n],
     are in the order of `quire.sampling.plain.draws_of`."""
     best_ids, max_logits, drawn = (each.tolist() for each in found)
     tokens, results = iter(drawn), []

@@ -55,7 +55,7 @@ class ProcessorTable:
         return len(self._entries)
 
     def apply(self, name: str, row: SampledRow, logits: Tensor) -> Tensor:
-        """What processor `name` makes of one row's logits (float32 [V], left alone);
+        """Return what processor `name` makes of one row's logits (float32 [V], left alone);
         RowError for any mishap of its."""
         entry = self._entries.get(name)
         if entry is None:
@@ -84,7 +84,7 @@ class ProcessorTable:
 
 
 def _wants_prompt(processor: Processor) -> bool:
-    """Whether a callable takes three arguments;
+    """Return whether a callable takes three arguments;
     one whose signature cannot be read is taken to want two."""
     try:
         return len(inspect.signature(processor).parameters) == 3

@@ -130,7 +130,7 @@ class Sampler:
         return edited
 
     def _copies(self, logits: Tensor, indices: list[int]) -> Tensor:
-        """Copies of some rows, in memory that is kept for the next call:
+        """Return copies of some rows, in memory that is kept for the next call:
         fresh pages cost more than the copy itself."""
         held = self._held
         if (
@@ -276,7 +276,7 @@ def _candidates_query(surface: _Surface, j: int, row: SampledRow) -> Query:
 
 
 def _possible(report: TokenLogprobs) -> TokenLogprobs:
-    """A report without the alternatives that cannot be sampled; they are the last ones."""
+    """Return a report without the alternatives that cannot be sampled; they are the last ones."""
     count = sum(logprob > -math.inf for logprob in report.top_logprobs)
     return report._replace(top_ids=report.top_ids[:count], top_logprobs=report.top_logprobs[:count])
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def select_sampling(beside: Kernels) -> SamplingKernels:
-    """The best sampling kernels for logits that `beside` computes; a warning says why,
+    """Return the best sampling kernels for logits that `beside` computes; a warning says why,
     where it is the slow reference."""
     if beside.name == "reference":
         return ReferenceSampling()

@@ -36,7 +36,7 @@ class ThinkingWatch:
         self._last = _NOWHERE
 
     def forced(self, output_token_ids: TokenIds) -> int | None:
-        """The token that must come now; None where any may."""
+        """Return the token that must come now; None where any may."""
         token_ids = np.asarray(output_token_ids, np.int64)
         seen = self._num_seen
         if seen > len(token_ids) or (seen and token_ids[seen - 1] != self._last):

@@ -47,7 +47,7 @@ from quire.server.state import Api
 def build_app(
     config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None
 ) -> ASGIApp:
-    """The ASGI application that serves `client`'s model;
+    """Return the ASGI application that serves `client`'s model;
     `tracer` is told of every generation's end. Raises ConfigError."""
     api = Api(config, client, keys, tracer)
     chat, completions = ChatCompletions(api), Completions(api)
@@ -140,11 +140,11 @@ def _operation_routes(api: Api) -> list[ApiRoute]:
 
 
 def _description_of(routes: Sequence[ApiRoute]) -> ApiRoute:
-    """The document that describes the others, made when it is first asked for."""
+    """Return the document that describes the others, made when it is first asked for."""
     made: list[bytes] = []
 
     async def describe(request: Request) -> Response:
-        """This document."""
+        """Return this document."""
         if not made:
             made.append(await asyncio.to_thread(document, routes))
         return Response(made[0], headers={"content-type": "application/json"})

@@ -99,8 +99,8 @@ def _without_errors(say: Say) -> Say:
 
 
 def _check(config: ApiConfig, keys: str | None) -> KeyRing:
-    """What the operator may have mistaken, before anything is started: keys, files and folders.
-    Raises ConfigError."""
+    """Return what the operator may have mistaken, before anything is started: keys, files and
+    folders. Raises ConfigError."""
     read_template(config.chat_template)
     if config.data_folder is not None:
         DataFolder(config.data_folder).close()
@@ -127,7 +127,7 @@ def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
 
 
 def _tracer(config: ApiConfig, model: str) -> RequestTracer | None:
-    """A tracer, where OpenTelemetry's environment asks for one. Raises ConfigError."""
+    """Return a tracer, where OpenTelemetry's environment asks for one. Raises ConfigError."""
     if not any(name.startswith("OTEL_") for name in os.environ):
         return None  # nothing is imported before the model is being loaded
     from quire.server.ops.tracing import tracer_of

@@ -59,8 +59,8 @@ class Api:
         self._fingerprint = f"fp_{hashlib.blake2b(decisive.encode(), digest_size=12).hexdigest()}"
 
     def default_max_tokens(self, num_top_logprobs: int | None, num_sequences: int) -> int | None:
-        """The limit of an answer whose request gives none, besides the context: the model's own, or
-        what its log-probabilities leave room for.
+        """Return the limit of an answer whose request gives none, besides the context: the model's
+        own, or what its log-probabilities leave room for.
         """
         if num_top_logprobs is not None and num_top_logprobs < 0:
             num_top_logprobs = self.client.model.vocab_size
@@ -92,9 +92,9 @@ class Api:
         prompt: str,
         continued: str | None = None,
     ) -> Reading:
-        """How the answers to a request are read. `prompt` is the rendered chat, `continued` the
-        message that the answer goes on with, if it does. Thoughts may come before JSON; forms of
-        other kinds leave no room for them.
+        """Return how the answers to a request are read. `prompt` is the rendered chat, `continued`
+        the message that the answer goes on with, if it does. Thoughts may come before JSON; forms
+        of other kinds leave no room for them.
         """
         is_call = tools is not None and tools.is_enforced
         marks = self.marks if form is None or is_call or is_json(form) else None
@@ -108,8 +108,8 @@ class Api:
         reading: Reading | None = None,
         param: str = "thinking_token_budget",
     ) -> dict[str, Any]:
-        """The sampling parameters that a budget for thoughts needs, for an answer that is read so,
-        or not read at all.
+        """Return the sampling parameters that a budget for thoughts needs, for an answer that is
+        read so, or not read at all.
 
         None and -1 are no budget. Raises ApiError 400 for a model whose thoughts cannot be told
         apart.
@@ -164,7 +164,8 @@ class Api:
         return self._fingerprint
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under. Raises ApiError 404 for a model that is not served here."""
+        """Return the name to answer under. Raises ApiError 404 for a model that is not served
+        here."""
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
@@ -177,7 +178,7 @@ class Api:
 
 
 def model_names(config: ApiConfig, name: str) -> tuple[str, ...]:
-    """The names under which a model is served."""
+    """Return the names under which a model is served."""
     return config.served_names or (_shown_name(name),)
 
 

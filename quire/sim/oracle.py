@@ -135,7 +135,7 @@ class Oracle:
 def _has_hope(
     settings: BeamSettings, running: list[_Beam], finished: list[_Beam], num_tokens: int
 ) -> bool:
-    """Whether a running beam might still beat a finished one,
+    """Return whether a running beam might still beat a finished one,
     by the heuristic that the settings name."""
     if not all(beam.is_finished for beam in finished):
         return True

@@ -157,7 +157,7 @@ class _Replay:
                 self._account(self.requests.pop(int(sequence.request.request_id)))
 
     def finished_report(self) -> ReplayReport:
-        """The report, with the scheduler's totals."""
+        """Return the report, with the scheduler's totals."""
         report, scheduler = self.report, self.scheduler
         report.virtual_s = self.clock_s
         report.waste = scheduler.stats.waste

@@ -49,7 +49,7 @@ class PaceSpec:
     quantum: int
 
     def build(self) -> StepPace:
-        """A fresh pace."""
+        """Return a fresh pace."""
         return StepPace(StepCostModel(self.costs), self.target_s, quantum=self.quantum)
 
 
@@ -61,7 +61,7 @@ class Arrival(NamedTuple):
 
 
 def can_serve(limits: SchedulerLimits, spec: RequestSpec) -> bool:
-    """Whether it can be served at all: stated here a second time,
+    """Return whether it can be served at all: stated here a second time,
     so that the refusals are checked."""
     num_prompt = len(spec.prompt_token_ids)
     num_slots = min(num_prompt + spec.max_tokens, limits.max_model_len) - 1
@@ -100,7 +100,7 @@ class Scenario:
 
 
 def make_scenario(seed: int, *, is_liveness: bool = False) -> Scenario:
-    """The scenario of a seed. In liveness mode faults end early and everything
+    """Return the scenario of a seed. In liveness mode faults end early and everything
     accepted must then end in time."""
     random = Random(seed)
     limits = _limits(random)
@@ -185,7 +185,7 @@ class _Draw:
         return Arrival(step, replace(spec, tenant=tenant, weight=weight))
 
     def _lengths(self) -> tuple[tuple[int, ...], int]:
-        """A prompt and how many tokens may follow; one in twenty cannot be served."""
+        """Return a prompt and how many tokens may follow; one in twenty cannot be served."""
         random, limits = self.random, self.limits
         total = min(limits.num_slots + 1, limits.max_model_len)
         if random.random() < 0.05:

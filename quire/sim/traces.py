@@ -71,7 +71,8 @@ class Trace:
         )
 
     def ideal_hits(self) -> list[int]:
-        """Tokens of each prompt that a cache of unlimited size must serve, from the hashes alone.
+        """Return tokens of each prompt that a cache of unlimited size must serve, from the hashes
+        alone.
 
         A prompt's leading blocks that an earlier request contained (its unfinished last one is part
         of the answer's first), except its last token, whose logits are needed.
@@ -89,7 +90,7 @@ class Trace:
         return hits
 
     def num_blocks_without_eviction(self, block_size: int) -> int:
-        """Blocks with which nothing is ever evicted, if every possible hit is made."""
+        """Return blocks with which nothing is ever evicted, if every possible hit is made."""
         return sum(
             ceil_div(request.num_prompt_tokens + request.num_output_tokens, block_size)
             - hit // block_size
@@ -152,8 +153,8 @@ def _read_requests(path: Path, lines: Iterable[str], limit: int | None) -> Itera
 
 
 def _hash_block_size(path: Path, requests: tuple[TraceRequest, ...]) -> int:
-    """Tokens per hash: the one power of two for which every prompt has as many hashes as whole,
-    or begun, blocks."""
+    """Return tokens per hash: the one power of two for which every prompt has as many hashes as
+    whole, or begun, blocks."""
     hashed = [request for request in requests if request.hashes]
     size = 1
     while hashed and size <= _MAX_HASH_BLOCK:

@@ -37,7 +37,7 @@ _MAY_BE_EMPTY: Final = re.compile(r"[?*|{^$]|\\[bBAzZG]")
 
 
 def load_backend(tokenizer_json: str) -> Backend:
-    """The library's tokenizer. Raises CheckpointError for a document that is not one,
+    """Return the library's tokenizer. Raises CheckpointError for a document that is not one,
     or that it cannot bear."""
     from tokenizers import Tokenizer as Backend
 
@@ -53,8 +53,8 @@ def load_backend(tokenizer_json: str) -> Backend:
 
 
 def encode_bare(backend: Backend, text: str) -> list[int]:
-    """Token ids of a text without what a post-processor adds. Raises RequestError for a text that
-    it cannot encode.
+    """Return token ids of a text without what a post-processor adds. Raises RequestError for a text
+    that it cannot encode.
 
     The batch call is the one that lets other threads run meanwhile: a plain `encode` of 1 MB keeps
     the interpreter to itself for seconds (measured: 4.1 s without a pause, against pauses of at
@@ -132,7 +132,7 @@ def _growth(stage: dict[str, Any]) -> int:
 
 
 def _find_sections(document: str, name: str) -> Iterator[Any]:
-    """What a JSON document may mean by the key `name`, without reading all of it:
+    """Yield what a JSON document may mean by the key `name`, without reading all of it:
     a vocabulary takes a second."""
     if _has_escaped_letters(document):  # the key may be spelt otherwise
         yield _parsed(document).get(name)
@@ -146,7 +146,8 @@ def _find_sections(document: str, name: str) -> Iterator[Any]:
 
 
 def _has_escaped_letters(document: str) -> bool:
-    """Whether an ASCII character is written as `\\u00..`, which no program has a reason to do."""
+    """Return whether an ASCII character is written as `\\u00..`, which no program has a reason to
+    do."""
     at = -1
     while (at := document.find("\\u00", at + 1)) >= 0:
         if document[at + 4 : at + 5] in _ASCII_DIGITS:

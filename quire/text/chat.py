@@ -137,7 +137,8 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, name: str = "default") -> ChatTemplate:
-        """The named template of a model. Raises ConfigError when it has none of that name."""
+        """Return the named template of a model. Raises ConfigError when it has none of that
+        name."""
         templates = tokenizer.config.chat_templates
         if name not in templates:
             known = f"it has {sorted(templates)}" if templates else "it has none"
@@ -157,7 +158,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text, as transformers renders it; `encode_chat` turns the very string
+        """Return the prompt's text, as transformers renders it; `encode_chat` turns the very string
         returned into tokens.
 
         `continue_final_message` leaves the last message open for the model to go on with, and takes
@@ -219,7 +220,7 @@ class ChatTemplate:
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
-    """Token ids of a rendered chat: control tokens where the template wrote them, plain text
+    """Return token ids of a rendered chat: control tokens where the template wrote them, plain text
     everywhere else.
 
     `rendered` is what `ChatTemplate.render` gave; a plain `str` has no template text, so all of it
@@ -237,7 +238,7 @@ def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
 def _find_controls(
     tokenizer: Tokenizer, text: str, spans: Sequence[Span]
 ) -> Iterator[tuple[int, int]]:
-    """Where control tokens are written by those who may: leftmost first, then longest,
+    """Yield where control tokens are written by those who may: leftmost first, then longest,
     as tokenizers match them."""
     levels, lengths = tokenizer.control_level, tokenizer.control_lengths
     if not spans or not lengths:
@@ -273,7 +274,7 @@ def _areas(spans: Sequence[Span], min_level: int) -> list[tuple[int, int]]:
 
 
 def _area_end(areas: Sequence[tuple[int, int]], position: int) -> int:
-    """The end of the area that holds `position`, or 0."""
+    """Return the end of the area that holds `position`, or 0."""
     index = bisect_right(areas, position, key=lambda area: area[0]) - 1
     return areas[index][1] if index >= 0 and position < areas[index][1] else 0
 
@@ -327,7 +328,7 @@ def _check_kwargs(kwargs: Mapping[str, object], named_tokens: Mapping[str, str])
 
 
 def _trace_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a message with what is trusted in it marked."""
+    """Return a copy of a message with what is trusted in it marked."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise InvalidParameterError(
             'each message must be an object with a "role"', param="messages"
@@ -338,7 +339,7 @@ def _trace_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any, level: int, depth: int = 0) -> Any:
-    """A deep copy of JSON-like data, its strings traced at `level` (0 for not at all)."""
+    """Return a deep copy of JSON-like data, its strings traced at `level` (0 for not at all)."""
     if depth > _MAX_DEPTH:
         raise InvalidParameterError(
             f"messages are nested more than {_MAX_DEPTH} deep", param="messages"
@@ -391,7 +392,7 @@ def _cut_at_tag(rendered: str, tag: str) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in the template an error arose, if known."""
+    """Return where in the template an error arose, if known."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

@@ -17,7 +17,7 @@ ContentFormat = Literal["auto", "string", "openai"]
 def as_content_format(
     messages: Sequence[Mapping[str, Any]], form: str
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages with every content in a form; "auto" leaves each as it was given.
+    """Return the messages with every content in a form; "auto" leaves each as it was given.
 
     Texts of several parts are joined by line breaks. Raises NotAvailableError for parts that are no
     text.

@@ -24,7 +24,7 @@ or finished text."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level BPE (Radford et al., GPT-2, 2019:
+    """Return the printable stand-in of each byte in byte-level BPE (Radford et al., GPT-2, 2019:
     `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -61,7 +61,7 @@ class DecoderRules:
         return self.kind == "join" or bool(self.drop_first) or self.strip_len > 0
 
     def piece(self, token: str) -> Piece:
-        """The contribution of a token that is not the first of its text."""
+        """Return the contribution of a token that is not the first of its text."""
         if self.kind == "bytes":
             return _decode_byte_level(token)
         for old, new in self.replacements:
@@ -73,14 +73,14 @@ class DecoderRules:
         return token
 
     def first_piece(self, token: str) -> Piece:
-        """The contribution of the first token of a text, before `strip_char`."""
+        """Return the contribution of the first token of a text, before `strip_char`."""
         return (
             self.piece(token.replace(self.drop_first, "")) if self.drop_first else self.piece(token)
         )
 
 
 def _decode_byte_level(token: str) -> bytes:
-    """Bytes of a byte-level token; a token with a character outside the
+    """Return bytes of a byte-level token; a token with a character outside the
     alphabet stands for its own UTF-8."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
@@ -89,7 +89,7 @@ def _decode_byte_level(token: str) -> bytes:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """The byte that a token `<0xNN>` stands for, or None."""
+    """Return the byte that a token `<0xNN>` stands for, or None."""
     if len(token) != 6 or not token.startswith("<0x") or token[5] != ">":
         return None
     try:
@@ -113,7 +113,7 @@ def read_decoder(decoder: dict[str, Any] | None) -> DecoderRules:
 
 
 def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The stages of a decoder, nested sequences unrolled."""
+    """Yield the stages of a decoder, nested sequences unrolled."""
     if decoder["type"] == "Sequence":
         for stage in decoder["decoders"]:
             yield from _flatten(stage)

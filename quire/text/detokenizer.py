@@ -77,7 +77,7 @@ class Detokenizer:
         self._enter(prompt_token_ids)
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """The new text that these output tokens complete, possibly empty."""
+        """Return the new text that these output tokens complete, possibly empty."""
         tokenizer, skipped = self._tokenizer, self._skipped
         if self._rules.kind == "bytes":
             piece = tokenizer.token_bytes
@@ -87,7 +87,7 @@ class Detokenizer:
         return "".join([self._feed_token(token) for token in token_ids if token not in skipped])
 
     def flush(self) -> str:
-        """The rest of the text at the end of the output: what is held back,
+        """Return the rest of the text at the end of the output: what is held back,
         ill-formed as it may be."""
         if self._rules.kind != "bytes":
             return self._end_run()
@@ -96,7 +96,7 @@ class Detokenizer:
         return "" if is_prompt else pending.decode(errors="replace")
 
     def copy(self) -> Detokenizer:
-        """An independent detokenizer in the same state, for a fork of the sequence;
+        """Return an independent detokenizer in the same state, for a fork of the sequence;
         O(bytes held back)."""
         fork = object.__new__(Detokenizer)
         for name in Detokenizer.__slots__:
@@ -126,7 +126,7 @@ class Detokenizer:
         self._num_prompt_bytes = len(unfinished)
 
     def _unfinished_bytes(self, prompt: Sequence[int]) -> bytes:
-        """The bytes at the prompt's end whose text is not decided: an incomplete character,
+        """Return the bytes at the prompt's end whose text is not decided: an incomplete character,
         or a run of byte tokens."""
         is_byte_level = self._rules.kind == "bytes"
         pieces: list[bytes] = []
@@ -183,7 +183,7 @@ class Detokenizer:
         return "" if is_tight or not self._started else " "
 
     def _end_run(self) -> str:
-        """The output's text of the run of byte tokens that ends here."""
+        """Return the output's text of the run of byte tokens that ends here."""
         if not self._run:
             return ""
         run, num_prompt = bytes(self._run), self._num_prompt_bytes
@@ -211,7 +211,7 @@ class Detokenizer:
 
 
 def _is_ill_formed(data: bytes) -> bool:
-    """Whether no continuation makes `data` well-formed UTF-8."""
+    """Return whether no continuation makes `data` well-formed UTF-8."""
     try:
         utf_8_decode(data, "strict", False)
     except UnicodeDecodeError:
@@ -220,7 +220,7 @@ def _is_ill_formed(data: bytes) -> bool:
 
 
 def _incomplete_tail(data: bytes) -> bytes:
-    """The incomplete character at the end of a UTF-8 stream,
+    """Return the incomplete character at the end of a UTF-8 stream,
     of which `data` is at least the last three bytes."""
     for length in range(1, min(_MAX_PENDING, len(data)) + 1):
         if data[-length] >= 0xC0:  # a lead byte

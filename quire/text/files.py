@@ -84,7 +84,7 @@ def read_text_config(folder: Path) -> TextConfig:
 
 
 def read_tokenizer_json(folder: Path) -> str:
-    """The text of `tokenizer.json`. Raises ModelNotFoundError or CheckpointError,
+    """Return the text of `tokenizer.json`. Raises ModelNotFoundError or CheckpointError,
     saying how to obtain one."""
     if not is_folder(folder):
         raise ModelNotFoundError(f"no folder {str(folder)!r} to read a tokenizer from")
@@ -114,7 +114,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _length(value: Any) -> int | None:
-    """A number of tokens; None where it is absent, or the enormous one that stands for absent."""
+    """Return a number of tokens; None where it is absent, or the enormous one that stands for
+    absent."""
     return (
         int(value)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
@@ -123,7 +124,7 @@ def _length(value: Any) -> int | None:
 
 
 def _token_text(value: Any) -> str | None:
-    """The text of a token given as a string or as a serialised added token."""
+    """Return the text of a token given as a string or as a serialised added token."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

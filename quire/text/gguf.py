@@ -51,7 +51,7 @@ _SPLITS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
 
 
 def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
-    """The text of a `tokenizer.json`, and what goes with it.
+    """Return the text of a `tokenizer.json`, and what goes with it.
     Raises CheckpointError for what is missing or not known."""
     kind = metadata.get("tokenizer.ggml.model")
     vocabulary = _GgufVocabulary(metadata)
@@ -188,7 +188,7 @@ def _sentence_piece(metadata: Mapping[str, object], vocabulary: _GgufVocabulary)
 
 
 def _merges(vocabulary: _GgufVocabulary, scores: Sequence[Any]) -> list[list[str]]:
-    """Every pair of tokens that makes up a third, the best score of the third first,
+    """Return every pair of tokens that makes up a third, the best score of the third first,
     as SentencePiece joins them."""
     num_chars = sum(len(token) for token in vocabulary.tokens if len(token) <= _MAX_PIECE_LEN)
     if num_chars > _MAX_VOCABULARY_CHARS:

@@ -48,17 +48,18 @@ class Guard:
         self._id_of = self._map_ids(backend)
 
     def secret_name(self, text: str) -> str:
-        """What to write in place of a control token's text so that it is encoded as the token."""
+        """Return what to write in place of a control token's text so that it is encoded as the
+        token."""
         return self._secret_names[text]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens only where the text has their secret names.
+        """Return token ids of a text; control tokens only where the text has their secret names.
         Adds no BOS or EOS."""
         id_of = self._id_of
         return [id_of.get(token_id, token_id) for token_id in encode_bare(self._backend, text)]
 
     def _rename(self, base: Backend, backend: Backend) -> Backend:
-        """A tokenizer over the model of `base` with the added tokens of `backend`,
+        """Return a tokenizer over the model of `base` with the added tokens of `backend`,
         the controls under secret names."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
@@ -83,7 +84,7 @@ class Guard:
         return renamed
 
     def _map_ids(self, backend: Backend) -> dict[int, int]:
-        """The ids that differ between this encoder, whose added tokens are numbered anew,
+        """Return the ids that differ between this encoder, whose added tokens are numbered anew,
         and the tokenizer's own."""
         text_of = {secret_name: text for text, secret_name in self._secret_names.items()}
         mapping = {}
@@ -99,7 +100,7 @@ class Guard:
 
 
 def _is_spelt_by_model(backend: Backend, text: str, token_id: int) -> bool:
-    """Whether the model alone, without added tokens,
+    """Return whether the model alone, without added tokens,
     can turn plain text into this control token."""
     if len(text) == 1 or backend.model.token_to_id(text) != token_id:
         # a single character that is also ordinary text cannot be written any other way
@@ -111,8 +112,8 @@ def _is_spelt_by_model(backend: Backend, text: str, token_id: int) -> bool:
 
 
 def _without_controls(tokenizer_json: str, secret_names: Mapping[str, str]) -> Backend:
-    """The tokenizer with its control tokens renamed in the model's vocabulary, ids unchanged, and
-    no merge into them.
+    """Return the tokenizer with its control tokens renamed in the model's vocabulary, ids
+    unchanged, and no merge into them.
     """
     content: dict[str, Any] = json.loads(tokenizer_json)
     model = content["model"]

@@ -102,8 +102,8 @@ def charge_result(value: Any) -> None:
 
 
 def weigh(value: Any, *, extra_chars: int = 0, indent: int = 0) -> int:
-    """The length, more or less, of the text of nested data; charged as steps, and refused where it
-    is huge.
+    """Return the length, more or less, of the text of nested data; charged as steps, and refused
+    where it is huge.
 
     `extra_chars` come with each part, and `indent` with each level that a part lies below.
     """
@@ -159,7 +159,7 @@ def _parts(item: Any) -> Iterable[Any]:
 
 
 def metered(iterable: Any) -> Iterator[Any]:
-    """The turns of a loop, each charged."""
+    """Yield the turns of a loop, each charged."""
     for item in iterable:
         charge()
         yield item

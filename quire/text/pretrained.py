@@ -46,7 +46,7 @@ class BatchEncoding(dict[str, Any]):
         return self
 
     def to(self, device: Any) -> BatchEncoding:
-        """The same with every tensor on a device."""
+        """Return the same with every tensor on a device."""
         return BatchEncoding(
             {name: each.to(device) if hasattr(each, "to") else each for name, each in self.items()}
         )
@@ -111,11 +111,11 @@ class PretrainedTokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=False))
 
     def __len__(self) -> int:
-        """Tokens with those that were added."""
+        """Return tokens with those that were added."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token's text to its id."""
+        """Return every token's text to its id."""
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocab
 
@@ -141,7 +141,7 @@ class PretrainedTokenizer:
         return {token.content: token_id for token_id, token in self.added_tokens_decoder.items()}
 
     def get_added_vocab(self) -> dict[str, int]:
-        """The same."""
+        """Return the same."""
         return self.added_tokens_encoder
 
     @property
@@ -170,7 +170,7 @@ class PretrainedTokenizer:
         return text if role == name or text is None else self._tokenizer.token_to_id(text)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or of each; that of the unknown token, or None,
+        """Return the id of a token, or of each; that of the unknown token, or None,
         for what is no token."""
         return (
             self._id_of(tokens)
@@ -181,25 +181,25 @@ class PretrainedTokenizer:
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> Any:
-        """The vocabulary's text of an id, or of each; None for an id without a token."""
+        """Return the vocabulary's text of an id, or of each; None for an id without a token."""
         if isinstance(ids, int):
             return self._backend.id_to_token(ids)
         skipped = set(self.all_special_ids) if skip_special_tokens else set()
         return [self._backend.id_to_token(int(each)) for each in ids if int(each) not in skipped]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text that tokens of the vocabulary stand for."""
+        """Return the text that tokens of the vocabulary stand for."""
         decoder = self._backend.decoder
         return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """Tokens that a text gets before and after it."""
+        """Return tokens that a text gets before and after it."""
         if self._backend.post_processor is not None:
             return int(self._backend.num_special_tokens_to_add(pair))
         return sum(map(len, self._tokenizer.affixes))
 
     def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str:
-        """The Jinja source that `apply_chat_template` uses: given itself or by name,
+        """Return the Jinja source that `apply_chat_template` uses: given itself or by name,
         or the model's."""
         named = self._tokenizer.config.chat_templates
         if chat_template is not None:
@@ -218,7 +218,7 @@ class PretrainedTokenizer:
     # Text to ids.
 
     def __call__(self, text: Any = None, text_pair: Any = None, **options: Any) -> BatchEncoding:
-        """Token ids and attention mask of a text, or of each of a list of texts.
+        """Return token ids and attention mask of a text, or of each of a list of texts.
         Options are transformers'."""
         shape = _shape(options)
         is_batch = isinstance(text, list | tuple)
@@ -235,7 +235,7 @@ class PretrainedTokenizer:
         return self._assembled(made, shape, is_batch=is_batch)
 
     def encode(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
-        """Token ids of a text, with the special tokens around it unless
+        """Return token ids of a text, with the special tokens around it unless
         `add_special_tokens=False`."""
         if isinstance(text, list) and text and all(isinstance(each, int) for each in text):
             return list(text)
@@ -251,7 +251,7 @@ class PretrainedTokenizer:
     def tokenize(
         self, text: str, pair: str | None = None, add_special_tokens: bool = False, **options: Any
     ) -> list[str]:
-        """The vocabulary's texts of a text's tokens."""
+        """Return the vocabulary's texts of a text's tokens."""
         ids = self(text, pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
         tokens: list[str] = self.convert_ids_to_tokens(ids)
         return tokens
@@ -270,8 +270,8 @@ class PretrainedTokenizer:
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Messages as the model's template writes them: text with `tokenize=False`, else `__call__`
-        of it.
+        """Return messages as the model's template writes them: text with `tokenize=False`, else
+        `__call__` of it.
 
         Options that `__call__` knows go there, all others to the template.
         """
@@ -309,7 +309,7 @@ class PretrainedTokenizer:
     # Ids to text.
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **ignored: Any) -> Any:
-        """The text of token ids, or of each of a list of such lists."""
+        """Return the text of token ids, or of each of a list of such lists."""
         _check_ignored(ignored)
         ids = _as_list(token_ids)
         if ids and isinstance(ids[0], list):
@@ -319,14 +319,14 @@ class PretrainedTokenizer:
     def batch_decode(
         self, sequences: Any, skip_special_tokens: bool = False, **ignored: Any
     ) -> list[str]:
-        """The text of each list of token ids."""
+        """Return the text of each list of token ids."""
         _check_ignored(ignored)
         return [self._decoded(_as_list(each), skip_special_tokens) for each in sequences]
 
     def pad(
         self, encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any
     ) -> BatchEncoding:
-        """Token ids that were encoded before, brought to one length.
+        """Return token ids that were encoded before, brought to one length.
         Options are those of `__call__`."""
         if isinstance(encoded_inputs, Mapping):
             rows = [_as_list(each) for each in encoded_inputs["input_ids"]]
@@ -438,7 +438,7 @@ class PretrainedTokenizer:
         )
 
     def _width(self, lengths: list[int], shape: _Shape) -> int:
-        """The length that every row is filled up to; 0 for each its own."""
+        """Return the length that every row is filled up to; 0 for each its own."""
         if shape.padding in (False, "do_not_pad") or not lengths:
             return 0
         if self.pad_token_id is None:
@@ -473,7 +473,7 @@ def _check_ignored(options: Mapping[str, Any]) -> None:
 
 
 def _as_list(token_ids: Any) -> list[Any]:
-    """Ids as a list: of an int, a list, an array or a tensor."""
+    """Return ids as a list: of an int, a list, an array or a tensor."""
     if isinstance(token_ids, int):
         return [token_ids]
     return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)

@@ -35,12 +35,12 @@ REASONING_FORMATS = {each.name: each for each in (THINK, MISTRAL_THINK)}
 
 
 def reasoning_of_template(source: str) -> ReasoningFormat | None:
-    """The marks that a chat template knows; None where it knows none."""
+    """Return the marks that a chat template knows; None where it knows none."""
     return next((form for form in REASONING_FORMATS.values() if form.end in source), None)
 
 
 def is_thinking(form: ReasoningFormat, prompt: str, continued: str | None = None) -> bool:
-    """Whether an answer to `prompt` begins among thoughts;
+    """Return whether an answer to `prompt` begins among thoughts;
     `continued` is the message that it goes on with, if it does."""
     if continued is not None:
         return continued.rfind(form.begin) > continued.rfind(form.end)
@@ -67,7 +67,7 @@ class ReasoningParser:
         """Whether there were thoughts, be they empty."""
 
     def feed(self, text: str) -> list[Thought | Text]:
-        """What a piece of text brings."""
+        """Return what a piece of text brings."""
         out: list[Thought | Text] = []
         held, self._held = self._held + text, ""
         if self._state is _START:

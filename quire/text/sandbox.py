@@ -245,7 +245,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def join_values(self, values: tuple[Any, ...]) -> str:
-        """The operator `~`."""
+        """Return the operator `~`."""
         return _metered_join([_text(value) for value in values])
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -316,7 +316,7 @@ def _text(value: Any) -> str:
 
 
 def _finalize(value: Any) -> Any:
-    """What Jinja does to each value before it writes it."""
+    """Return what Jinja does to each value before it writes it."""
     return _text(value) if isinstance(value, CONTAINERS) else value
 
 

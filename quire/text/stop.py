@@ -24,7 +24,7 @@ _ROOT: Final = 0
 def cut_at_stop(
     text: str, stop: tuple[str, ...], *, include_stop_str: bool
 ) -> tuple[str, str | None]:
-    """The text up to its first stop string and that stop string: the plain,
+    """Return the text up to its first stop string and that stop string: the plain,
     quadratic definition of this module."""
     ends = [(text.find(each) + len(each), -len(each), each) for each in stop if each in text]
     if not ends:
@@ -80,7 +80,7 @@ class _Automaton:
                 queue.append(child)
 
     def step(self, node: int, char: str) -> int:
-        """The longest suffix of (the node's text + char) that begins a stop string."""
+        """Return the longest suffix of (the node's text + char) that begins a stop string."""
         children, failure = self.children, self.failure
         while node != _ROOT and char not in children[node]:
             node = failure[node]
@@ -161,21 +161,22 @@ class StopMatcher:
         return emit, None
 
     def flush(self) -> str:
-        """The text held back, which turned out to be no stop string, at the end of the text."""
+        """Return the text held back, which turned out to be no stop string, at the end of the
+        text."""
         held = self._release(self.num_held, "", self.num_held)
         self._node = _ROOT
         return held
 
     def copy(self) -> StopMatcher:
-        """An independent matcher in the same state, for a fork of the sequence; O(1)."""
+        """Return an independent matcher in the same state, for a fork of the sequence; O(1)."""
         fork = object.__new__(StopMatcher)
         for name in StopMatcher.__slots__:
             setattr(fork, name, getattr(self, name))
         return fork
 
     def _release(self, num_held: int, text: str, num_released: int) -> str:
-        """The first `num_released` characters of (held text + text). The held text is the current
-        node's, not stored.
+        """Return the first `num_released` characters of (held text + text). The held text is the
+        current node's, not stored.
         """
         if num_released <= num_held:
             return self._automaton.owner[self._node][:num_released]

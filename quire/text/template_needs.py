@@ -44,11 +44,11 @@ class TemplateNeeds:
         self._lacks = cache(self._find_lacks)
 
     def fit_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with contents that the template can render."""
+        """Return the messages with contents that the template can render."""
         return [self._fit_message(message) for message in messages]
 
     def fit_tools(self, tools: Sequence[Message]) -> list[Message]:
-        """The tools with what the template cannot do without."""
+        """Return the tools with what the template cannot do without."""
         return [self._fit_tool(tool) for tool in tools]
 
     def _fit_message(self, message: Message) -> Message:
@@ -58,7 +58,7 @@ class TemplateNeeds:
         return message if content is not None else {**message, "content": self._content()}
 
     def _find_content(self) -> str | None:
-        """What stands for a content that is null, beside calls: null itself,
+        """Return what stands for a content that is null, beside calls: null itself,
         if the template can do with it."""
 
         def render(content: str | None) -> str | None:
@@ -74,7 +74,7 @@ class TemplateNeeds:
         return None if is_fine or with_text is None else ""
 
     def _find_reads_parts(self, role: str) -> bool:
-        """Whether a list of texts is rendered as these texts."""
+        """Return whether a list of texts is rendered as these texts."""
         before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
         before += (
             [{"role": "assistant", "content": "", "tool_calls": [_CALL]}] if role == "tool" else []
@@ -115,7 +115,8 @@ class TemplateNeeds:
         return {**tool, "function": filled}
 
     def _find_lacks(self, name: str, is_null: bool) -> bool:
-        """Whether the template fails on a function without this, or with null in its place."""
+        """Return whether the template fails on a function without this, or with null in its
+        place."""
 
         def render(function: Message) -> str | None:
             return self._render([_USER], [{"type": "function", "function": function}])
@@ -132,7 +133,7 @@ class TemplateNeeds:
 
 
 def joined_text(content: object) -> str:
-    """The text of a content in any form; parts are joined with line breaks."""
+    """Return the text of a content in any form; parts are joined with line breaks."""
     if isinstance(content, list):
         return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""

@@ -98,7 +98,7 @@ class Tokenizer:
         return self.config.chat_templates.get("default")
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary, or None."""
+        """Return the id of a token by its text in the vocabulary, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
@@ -113,7 +113,7 @@ class Tokenizer:
         return self._prefix, self._suffix
 
     def is_added(self, token_id: int) -> bool:
-        """Whether the token was added beside the model's own vocabulary (special or not)."""
+        """Return whether the token was added beside the model's own vocabulary (special or not)."""
         return token_id in self._added
 
     # Text to ids.
@@ -121,7 +121,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Return token ids of a text.
 
         `add_special_tokens` puts before and after it what the tokenizer's post-processor adds
         (a BOS, usually). `parse_special` reads control tokens in the text as the tokens that they
@@ -133,7 +133,8 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def encode_secret(self, text: str) -> list[int]:
-        """Token ids of a text that may have the guard's secret names in it, without BOS or EOS."""
+        """Return token ids of a text that may have the guard's secret names in it, without BOS or
+        EOS."""
         check_unicode(text)
         return self.guard.encode(text)
 
@@ -148,8 +149,8 @@ class Tokenizer:
     # Ids to text.
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids, exactly as the `tokenizers` library gives it; ids without a token
-        contribute nothing.
+        """Return the text of token ids, exactly as the `tokenizers` library gives it; ids without a
+        token contribute nothing.
 
         Text is never "cleaned up" (no spaces are removed before punctuation), whatever
         `tokenizer_config.json` says.
@@ -169,8 +170,8 @@ class Tokenizer:
             )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token contributes to a text when it is not the first, b"" for an
-        id without a token.
+        """Return the exact bytes that a token contributes to a text when it is not the first, b""
+        for an id without a token.
         """
         data = self._bytes.get(token_id)
         if data is None:
@@ -186,7 +187,7 @@ class Tokenizer:
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def raw_token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it (`Ġcat`, `▁cat`, `<0x0A>`),
+        """Return a token as the vocabulary writes it (`Ġcat`, `▁cat`, `<0x0A>`),
         or None for an id without a token."""
         if token_id not in self._tokens:
             self._tokens[token_id] = (
@@ -195,7 +196,7 @@ class Tokenizer:
         return self._tokens[token_id]
 
     def token_piece(self, token_id: int) -> Piece | None:
-        """What a token contributes when it is not the first of a text,
+        """Return what a token contributes when it is not the first of a text,
         or None for an id without a token."""
         try:
             return self._pieces[token_id]
@@ -207,7 +208,7 @@ class Tokenizer:
             return piece
 
     def first_token_piece(self, token_id: int) -> Piece:
-        """What a token contributes as the first of a text. The id must have a token."""
+        """Return what a token contributes as the first of a text. The id must have a token."""
         token = self.raw_token(token_id)
         assert token is not None, token_id
         return self.decoder_rules.first_piece(token)
@@ -219,7 +220,7 @@ class Tokenizer:
         return None if text is None else self.token_to_id(text)
 
     def _find_affixes(self) -> tuple[list[int], list[int]]:
-        """The ids that the post-processor puts before and after a text.
+        """Return the ids that the post-processor puts before and after a text.
 
         Without a post-processor, `add_bos_token` and `add_eos_token` of the configuration decide;
         with one they do not, as in transformers.
@@ -259,7 +260,7 @@ def _declare_special_tokens(backend: Backend, config: TextConfig) -> None:
 
 
 def _control_levels(added: Iterable[AddedToken], config: TextConfig) -> dict[str, int]:
-    """The control tokens: text to the degree of trust that it takes to mean the token.
+    """Return the control tokens: text to the degree of trust that it takes to mean the token.
 
     2: only a template, never a message. 1: also an assistant's message, since the model may have
     written it as a token.
@@ -288,7 +289,7 @@ def check_unicode(text: str) -> None:
 
 
 def _is_bracketed(text: str) -> bool:
-    """Whether a token looks like markup: a name between two pieces of ASCII punctuation."""
+    """Return whether a token looks like markup: a name between two pieces of ASCII punctuation."""
     ends: Iterable[Any] = (text[:1], text[-1:])
     is_enclosed = all(
         end.isascii() and end.isprintable() and not end.isalnum() and end != " " for end in ends

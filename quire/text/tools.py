@@ -43,7 +43,8 @@ FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA3)}
 
 
 def format_of_template(source: str) -> ToolFormat | None:
-    """The notation that a chat template shows to the model; None for one that is not known here.
+    """Return the notation that a chat template shows to the model; None for one that is not known
+    here.
 
     Templates that say nothing of tools get Hermes' notation, which is only ever written where a
     grammar forces it.
@@ -95,7 +96,7 @@ class ToolParser:
         self._out: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
-        """What a piece of text brings."""
+        """Return what a piece of text brings."""
         begin, place = self._form.begin, 0
         while place < len(text):
             if self._state is _TEXT and not self._held:  # the usual case: far from any call
@@ -272,7 +273,7 @@ class _CallObject:
         return bool(self.name) and self._has_arguments
 
     def take_arguments(self) -> str:
-        """What is new of them."""
+        """Return what is new of them."""
         news, self._arguments = "".join(self._arguments), []
         return news
 

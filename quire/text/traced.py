@@ -107,7 +107,7 @@ class TracedText(str):
         return _traced(text, tuple(kept))
 
     def _locate(self, parts: list[str], num_between: int) -> list[str]:
-        """The record of parts that lie in this text from left to right,
+        """Return the record of parts that lie in this text from left to right,
         `num_between` characters apart at least."""
         located, position = [], 0
         for part in parts:
@@ -118,12 +118,12 @@ class TracedText(str):
 
 
 def trace(text: str, level: int) -> str:
-    """A text all of whose characters are trusted at `level`."""
+    """Return a text all of whose characters are trusted at `level`."""
     return _traced(text, ((0, len(text), level),) if text else _NO_SPANS)
 
 
 def spans_of(text: str) -> tuple[Span, ...]:
-    """The trusted spans of any string."""
+    """Return the trusted spans of any string."""
     return text._spans if isinstance(text, TracedText) else _NO_SPANS
 
 

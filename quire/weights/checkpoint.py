@@ -117,7 +117,7 @@ class SafetensorsCheckpoint(WeightSource):
             ) from error
 
     def locate(self, tensor: TensorSpec) -> StoredRows | None:
-        """Where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
+        """Return where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
         file, stored = self._stored[self._name(tensor)]
         if tensor.is_transposed or len(stored.shape) != 2:
             return None
@@ -125,7 +125,7 @@ class SafetensorsCheckpoint(WeightSource):
         return StoredRows(file, stored.start + tensor.first_row * row_bytes, stored.dtype)
 
     def read(self, name: str) -> Tensor | None:
-        """A whole tensor of the layout as it is stored, or None where it is absent,
+        """Return a whole tensor of the layout as it is stored, or None where it is absent,
         which only an optional one may be."""
         name = name.removeprefix(self._prefix)
         if name not in self._stored:
@@ -148,7 +148,8 @@ class SafetensorsCheckpoint(WeightSource):
                 raise CheckpointError(f"{file.path} has changed while it was being loaded")
 
     def _find_tensors(self) -> dict[str, tuple[TensorFile, StoredTensor]]:
-        """Every tensor by name, from the files that the index names or from the only file."""
+        """Return every tensor by name, from the files that the index names or from the only
+        file."""
         if is_file(self._folder / INDEX_NAME):
             return self._read_shards(_read_index(self._folder / INDEX_NAME))
         candidates = (
@@ -193,7 +194,7 @@ class SafetensorsCheckpoint(WeightSource):
         return {name: (opened, stored) for name, stored in opened.tensors.items()}
 
     def _missing_prefix(self, spec: DecoderSpec) -> str:
-        """The prefix that a checkpoint of the bare decoder leaves out, or nothing."""
+        """Return the prefix that a checkpoint of the bare decoder leaves out, or nothing."""
         prefix = spec.optional_prefix
         name = spec.embedding.name
         is_bare = (
@@ -250,7 +251,7 @@ class SafetensorsCheckpoint(WeightSource):
             )
 
     def _mismatch(self, name: str, expected: ExpectedTensor) -> str:
-        """What is wrong with a stored tensor, or an empty string."""
+        """Return what is wrong with a stored tensor, or an empty string."""
         stored = self._stored[name][1]
         if stored.shape not in expected.shapes:
             return (
@@ -322,7 +323,7 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index, checked: plain file names only,
+    """Return the `weight_map` of an index, checked: plain file names only,
     so that no path leads out of the folder."""
     weight_map = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -38,8 +38,8 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.tx
 def resolve_model(
     name: str, *, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """The folder of a model: a local folder, a model that ships in the package, or a hub name
-    (downloaded if need be).
+    """Return the folder of a model: a local folder, a model that ships in the package, or a hub
+    name (downloaded if need be).
 
     `revision` (a branch, tag or commit) and `download_dir` are for hub names; a folder is taken as
     it is.
@@ -71,7 +71,8 @@ def resolve_model(
 
 
 def local_path(name: str) -> Path:
-    """The path that a model's name would be. Raises ModelNotFoundError for what can be none."""
+    """Return the path that a model's name would be. Raises ModelNotFoundError for what can be
+    none."""
     if not name or "\0" in name or len(os.fsencode(name)) > _MAX_PATH_BYTES:
         raise ModelNotFoundError(f"model={name[:_MAX_SHOWN_CHARS]!r} is not a name; {_CHOICES}")
     if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in name.split("/")):
@@ -85,7 +86,7 @@ def local_path(name: str) -> Path:
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
-    """The parsed `config.json` of a folder (or a config file itself).
+    """Return the parsed `config.json` of a folder (or a config file itself).
 
     Raises ModelNotFoundError without one, CheckpointError if it is malformed.
     """
@@ -98,7 +99,7 @@ def read_model_config(folder: Path) -> dict[str, object]:
 
 
 def read_generation_config(folder: Path) -> dict[str, object]:
-    """The parsed `generation_config.json`, or an empty dict where there is none."""
+    """Return the parsed `generation_config.json`, or an empty dict where there is none."""
     path = folder / "generation_config.json"
     return read_object(path, _MAX_JSON_BYTES) if is_file(path) else {}
 
@@ -109,7 +110,7 @@ _CHOICES = (
 
 
 def _resolve_hub_name(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """A download, or what the local cache has where the hub is not reachable."""
+    """Return a download, or what the local cache has where the hub is not reachable."""
     wanted: dict[str, Any] = {
         "revision": revision,
         "cache_dir": download_dir,

@@ -139,7 +139,7 @@ class HeadStart:
             self._is_finished = True
 
     def _bias(self, parts: Sequence[LinearSpec]) -> Tensor | None:
-        """The parts' biases in one tensor, rounded to the compute dtype;
+        """Return the parts' biases in one tensor, rounded to the compute dtype;
         zero where a part has none."""
         import torch
 
@@ -172,7 +172,7 @@ class HeadStart:
         return found
 
     def _locate(self, tensors: Sequence[TensorSpec]) -> list[StoredRows] | None:
-        """Where the rows of each lie; None if one is not stored in a way
+        """Return where the rows of each lie; None if one is not stored in a way
         that can be read as it is."""
         located = [
             rows

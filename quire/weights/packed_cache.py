@@ -53,7 +53,7 @@ class CacheName(NamedTuple):
     """Of everything that decides the bytes."""
 
     def path(self, folder: Path, suffix: str = SUFFIX) -> Path:
-        """Where the file lies."""
+        """Return where the file lies."""
         return folder / f"{self.label}-{self.digest}{suffix}"
 
 
@@ -145,7 +145,7 @@ class _PackedFile:
         self._thread.start()
 
     def linear(self, key: str) -> CpuLinear | None:
-        """A projection; None where it is not here, or the file turned out to be damaged."""
+        """Return a projection; None where it is not here, or the file turned out to be damaged."""
         self._thread.join(_READ_TIMEOUT_S)
         if self._thread.is_alive():
             self.is_damaged = True
@@ -205,7 +205,7 @@ def _version() -> str:
 
 
 def _key(parts: Parts) -> str:
-    """A name for a stacked projection that no other one of its model has."""
+    """Return a name for a stacked projection that no other one of its model has."""
     return "+".join(
         f"{part.weight.name}[{part.weight.first_row}:{part.num_outputs}]" for part in parts
     )
@@ -220,7 +220,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _description(metadata: Mapping[str, str], digest: str) -> tuple[dict[str, list[Any]], int]:
-    """The layout of each projection, and the checksum;
+    """Return the layout of each projection, and the checksum;
     CheckpointError unless all is of this version and digest."""
     if metadata.get("version") != _version() or metadata.get("digest") != digest:
         raise CheckpointError("it was written for another model or by another version")

@@ -25,16 +25,16 @@ class WeightSource(Protocol):
         ...
 
     def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
-        """The projection that stacks `parts` by outputs, where it is packed already; else None, and
-        `fill` gives its parts.
+        """Return the projection that stacks `parts` by outputs, where it is packed already; else
+        None, and `fill` gives its parts.
 
         Raises CheckpointError where the values could not be read.
         """
         return None
 
     def table(self, tensor: TensorSpec) -> Tensor | None:
-        """A tensor [rows, width] in the dtype that is computed in, where it is in memory already;
-        else None.
+        """Return a tensor [rows, width] in the dtype that is computed in, where it is in memory
+        already; else None.
 
         Raises CheckpointError where the values could not be read.
         """

@@ -92,7 +92,7 @@ class TensorFile:
 def _read_header(
     descriptor: int, size: int
 ) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
-    """The tensors by name, and what else is said;
+    """Return the tensors by name, and what else is said;
     ValueError where the header breaks a rule of the format."""
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):

@@ -190,7 +190,7 @@ class StepGraphs:
         return True
 
     def _computation(self, shape: StepShape) -> Callable[[], None]:
-        """The forward pass of a shape, from and to places that stay."""
+        """Return the forward pass of a shape, from and to places that stay."""
         arrays = padded(None, shape, self._scratch)
         if self._inputs.nbytes == 0:
             largest = shape_for(
@@ -224,8 +224,8 @@ class ScratchBlock(NamedTuple):
 
 
 def padded(arrays: StepArrays | None, shape: StepShape, scratch: ScratchBlock) -> StepArrays:
-    """A step made as large as a shape: `shape.num_tokens` tokens and as many sequences. None stands
-    for a step of nothing.
+    """Return a step made as large as a shape: `shape.num_tokens` tokens and as many sequences. None
+    stands for a step of nothing.
 
     Each padded token is a sequence of one token in the scratch block, at position 0; where there
     are more sequences than tokens to pad, the last ones have none.

@@ -80,8 +80,8 @@ class LastTokens:
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def fill_in(self, token_ids: Tensor) -> Tensor:
-        """A step's ids int64 [T], in which -1 - r stands for the last token of row r, with those
-        tokens.
+        """Return a step's ids int64 [T], in which -1 - r stands for the last token of row r, with
+        those tokens.
 
         Operations of the device on places that stay, so that they can be recorded.
         """

@@ -46,7 +46,7 @@ def find_runs(tables: Array, num_known: Sequence[int], unit: int) -> list[Prefix
 
 
 def num_spared(runs: Sequence[PrefixRun]) -> int:
-    """Blocks that need not be read again where each run's are read once."""
+    """Return blocks that need not be read again where each run's are read once."""
     return sum((run.end - run.first - 1) * run.num_blocks for run in runs)
 
 
@@ -62,7 +62,7 @@ def _run(tables: Array, num_known: Sequence[int], first: int, end: int, unit: in
 def run_arrays(
     runs: Sequence[PrefixRun], tables: Array, query_start: Sequence[int], block_size: int
 ) -> tuple[Array, ...]:
-    """The five arrays of `SharedPrefixes`, in the order of its fields."""
+    """Return the five arrays of `SharedPrefixes`, in the order of its fields."""
     starts = np.array([query_start[run.first] for run in runs] + [query_start[-1]], np.int32)
     shared = np.array([run.num_blocks * block_size for run in runs], np.int32)
     known = np.repeat(shared, [run.end - run.first for run in runs])

@@ -67,7 +67,7 @@ class RowTable:
         self.append_token(row, -1 - row)
 
     def tokens(self, row: int) -> Int32Array:
-        """A view of the row's known tokens."""
+        """Return a view of the row's known tokens."""
         return self.token_ids[row, : self.num_tokens[row]]
 
     def slots(self, row: int, start: int, end: int) -> NDArray[np.int64]:

@@ -30,15 +30,15 @@ class Staging:
         self.device = device
 
     def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The arrays as tensors on the device. Those of a GPU are views of one block,
+        """Return the arrays as tensors on the device. Those of a GPU are views of one block,
         valid as any tensor is."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         return unpack(arrays, _pinned(arrays).to(self.device, non_blocking=True))
 
     def into(self, arrays: Sequence[Array], place: Tensor) -> list[Tensor]:
-        """The arrays at the beginning of `place` (uint8, on the device), which keeps its address:
-        for captured steps."""
+        """Return the arrays at the beginning of `place` (uint8, on the device), which keeps its
+        address: for captured steps."""
         num_bytes = packed_len(arrays)
         if self.device.type == "cpu":
             pack(arrays, place)
@@ -57,7 +57,7 @@ def _pinned(arrays: Sequence[Array]) -> Tensor:
 
 
 def packed_len(arrays: Sequence[Array]) -> int:
-    """Bytes that `pack` needs."""
+    """Return bytes that `pack` needs."""
     return sum(_padded(array) for array in arrays)
 
 

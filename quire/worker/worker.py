@@ -172,7 +172,7 @@ class Worker:
         return lambda: results
 
     def _hidden(self, work: Sequence[RowWork]) -> HiddenStates:
-        """The forward pass, from a graph where one was recorded."""
+        """Return the forward pass, from a graph where one was recorded."""
         arrays = gather(self.rows, work, shared_unit=self.model.kernels.shared_prefix_unit)
         states = None if self.graphs is None else self.graphs.forward(arrays)
         if states is None:

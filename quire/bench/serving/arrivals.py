@@ -40,7 +40,7 @@ class Arrivals:
             )
 
     def times(self, count: int, seed: int) -> list[float]:
-        """The moments of `count` requests, the first at 0."""
+        """Return the moments of `count` requests, the first at 0."""
         if self.rate == math.inf:
             return [0.0] * count
         end_rate = self.rate if self.end_rate is None else self.end_rate
@@ -62,14 +62,14 @@ class Arrivals:
 
 
 def replayed(times: Sequence[float], speed_up: float) -> list[float]:
-    """A trace's arrivals, from its first on, `speed_up` times as fast."""
+    """Return a trace's arrivals, from its first on, `speed_up` times as fast."""
     if not 0 < speed_up < math.inf:
         raise ConfigError(f"speed_up={speed_up:g} must be above 0")
     return [(each - times[0]) / speed_up for each in times]
 
 
 def _inverse(count: float, rate: float, slope: float) -> float:
-    """When `count` requests have come: t of rate * t + slope * t**2 / 2 = count.
+    """Return when `count` requests have come: t of rate * t + slope * t**2 / 2 = count.
 
     A falling rate reaches its last request at the ramp's end; what chance puts after it goes on at
     the lowest rate.

@@ -81,14 +81,14 @@ class Sizes(NamedTuple):
 
 
 def random_dataset(sizes: Sizes, writer: PromptWriter, seed: int) -> Dataset:
-    """Prompts that share nothing."""
+    """Return prompts that share nothing."""
     return prefix_dataset(sizes, writer, seed, prefix_len=0)
 
 
 def prefix_dataset(
     sizes: Sizes, writer: PromptWriter, seed: int, *, prefix_len: int, num_prefixes: int = 1
 ) -> Dataset:
-    """Prompts that begin with one of a few prefixes, in turn,
+    """Return prompts that begin with one of a few prefixes, in turn,
     and go on with tokens of their own."""
     shape, rng = random.Random(seed), random.Random(f"tokens/{seed}")
     lengths = [
@@ -111,7 +111,7 @@ def prefix_dataset(
 def trace_dataset(
     path: Path, writer: PromptWriter, *, num_requests: int, max_total_len: int | None
 ) -> Dataset:
-    """The first requests of a trace that are not longer than the context,
+    """Return the first requests of a trace that are not longer than the context,
     with their arrivals and shared prefixes."""
     trace = read_trace(path, limit=None if max_total_len is not None else num_requests)
     chosen = [number for number, each in enumerate(trace.requests) if _fits(each, max_total_len)][
@@ -140,7 +140,7 @@ def _fits(request: Any, max_total_len: int | None) -> bool:
 
 
 def _trace_tokens(trace: Trace, number: int, writer: PromptWriter) -> list[int]:
-    """A prompt in which equal hashes stand for equal tokens, and the rest is its own."""
+    """Return a prompt in which equal hashes stand for equal tokens, and the rest is its own."""
     request, size = trace.requests[number], trace.hash_block_size
     tokens: list[int] = []
     for block_hash in request.hashes:
@@ -152,9 +152,9 @@ def _trace_tokens(trace: Trace, number: int, writer: PromptWriter) -> list[int]:
 
 
 def file_dataset(path: Path, *, output_len: LengthRange, num_requests: int, seed: int) -> Dataset:
-    """Prompts of a file: one a line, or JSON lines with `prompt`, `prompt_token_ids`, `messages` or
-    `turns` (of which the first is asked), and perhaps `max_tokens`. The file is begun again where
-    it has fewer lines than requests.
+    """Return prompts of a file: one a line, or JSON lines with `prompt`, `prompt_token_ids`,
+    `messages` or `turns` (of which the first is asked), and perhaps `max_tokens`. The file is begun
+    again where it has fewer lines than requests.
     """
     shape = random.Random(seed)
     try:

@@ -103,7 +103,7 @@ class Target:
     """Fields of every request, on top of the usual ones; a value of null takes a usual one away."""
 
     def encode(self, request: ServeRequest) -> HttpRequest:
-        """The whole HTTP request."""
+        """Return the whole HTTP request."""
         body: dict[str, Any] = {"model": self.model} if self.model is not None else {}
         if self.is_chat:
             messages = (

@@ -62,7 +62,7 @@ class Frame(NamedTuple):
 
 
 def render_html(record: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     server = record["server"]
     title = f"{server['model']} at {server['url']}"
     about = (
@@ -270,7 +270,8 @@ def _vertical(frame: Frame, value: float, name: str) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 4, 5 and 8 times a power of ten, whose quarters are easy to read."""
+    """Return the next of 1, 2, 2.5, 4, 5 and 8 times a power of ten, whose quarters are easy to
+    read."""
     if value <= 0:
         return 1.0
     power = 10.0 ** (len(str(int(value))) - 1) if value >= 1 else 1e-6

@@ -44,7 +44,7 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
 
 
 def results(run: LoadRun, objectives_ms: Mapping[str, float]) -> dict[str, Any]:
-    """All numbers of a run; times in seconds."""
+    """Return all numbers of a run; times in seconds."""
     good = [each for each in run.exchanges if each.is_ok]
     bad = [each for each in run.exchanges if not each.is_ok]
     num_output = sum(each.num_output for each in good)
@@ -86,7 +86,7 @@ def gaps_of(seen: RequestTimeline) -> list[float]:
 
 
 def meets(seen: RequestTimeline, objectives_ms: Mapping[str, float]) -> bool:
-    """Whether an answered request met every objective; `itl` is about its longest gap."""
+    """Return whether an answered request met every objective; `itl` is about its longest gap."""
     values = {
         "ttft": seen.ttft_s,
         "tpot": seen.tpot_s or 0.0,
@@ -106,7 +106,7 @@ def concurrency(exchanges: Sequence[RequestTimeline]) -> list[tuple[float, int]]
 
 
 def series(run: LoadRun) -> dict[str, Any]:
-    """What happened over time, in equal intervals of a second or more."""
+    """Return what happened over time, in equal intervals of a second or more."""
     interval_s = float(max(1, -(-run.wall_s // _MAX_SAMPLES)))
     count = int(run.wall_s // interval_s) + 1
     tokens, sent, ended = [0.0] * count, [0] * count, [0] * count
@@ -126,7 +126,7 @@ def series(run: LoadRun) -> dict[str, Any]:
 
 
 def requests_table(run: LoadRun) -> dict[str, list[Any]]:
-    """Every request, by columns; what it did not get as far as is null."""
+    """Return every request, by columns; what it did not get as far as is null."""
 
     def rounded(value: float | None) -> float | None:
         return None if value is None else round(value, 6)

@@ -105,7 +105,7 @@ async def measure_server(
 
 
 async def ask_server(client: HttpClient, model: str | None) -> ServerInfo:
-    """What is served there; a server without /v1/models must be told the model's name.
+    """Return what is served there; a server without /v1/models must be told the model's name.
     Raises HttpError, ConfigError."""
     answer = await client.request(HttpRequest("GET", "/v1/models"))
     if answer.status in (401, 403):
@@ -196,7 +196,7 @@ def _totals(requests: Sequence[ServeRequest]) -> dict[str, int]:
 
 
 def render(record: Mapping[str, Any]) -> list[str]:
-    """A record for people."""
+    """Return a record for people."""
     result, server, client = record["result"], record["server"], record["result"]["client"]
     lines = [
         f"{server['model']} at {server['url']} ({server['endpoint']}), workload "

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_on_gpu(args: argparse.Namespace) -> int:
-    """Every kernel of the GPU back end, with shapes of its own;
+    """Return every kernel of the GPU back end, with shapes of its own;
     the options of the CPU's projections do not apply."""
     for name in ("weights", "num_threads", "isa"):
         if getattr(args, name) is not None:

@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def without_key(argv: list[str]) -> list[str]:
-    """A command line that may be kept."""
+    """Return a command line that may be kept."""
     shown = [*argv]
     for place, word in enumerate(argv):
         if word == "--api-key" and place + 1 < len(argv):

@@ -78,7 +78,7 @@ class KVCacheManager:
     # ----------------------------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill or begin."""
+        """Return blocks that `num_tokens` tokens fill or begin."""
         return ceil_div(num_tokens, self.block_size)
 
     def num_needed(self, table: BlockTable, start: int, end: int) -> int:
@@ -86,7 +86,7 @@ class KVCacheManager:
         return max(0, self.num_blocks_for(end) - len(table.blocks)) + self._needs_copy(table, start)
 
     def match(self, keys: ChainKeys, token_ids: Sequence[int], max_tokens: int) -> PrefixMatch:
-        """The longest cached prefix of `token_ids`, counted to the token,
+        """Return the longest cached prefix of `token_ids`, counted to the token,
         of at most `max_tokens` tokens."""
         if not self.caching or max_tokens <= 0:
             return NO_MATCH
@@ -105,7 +105,7 @@ class KVCacheManager:
         return PrefixMatch(tuple(nodes), partial, start + length)
 
     def num_free_in(self, match: PrefixMatch) -> int:
-        """Blocks of a match that nobody references:
+        """Return blocks of a match that nobody references:
         taking them up uses free blocks without allocating."""
         counts = self.pool.ref_counts
         return sum(counts[node.block] == 0 for node in match.nodes)
@@ -114,7 +114,7 @@ class KVCacheManager:
     # ----------------------------------------------------------------------------------------------
 
     def new_table(self, namespace: Namespace) -> BlockTable:
-        """An empty table."""
+        """Return an empty table."""
         return BlockTable(self.index.root(namespace) if self.caching else None)
 
     def adopt(self, table: BlockTable, match: PrefixMatch) -> BlockCopy | None:
@@ -145,7 +145,8 @@ class KVCacheManager:
         return BlockCopy(source, destination)
 
     def is_own(self, table: BlockTable, position: int) -> bool:
-        """Whether nobody else names the block of a position, so that its slots may be written."""
+        """Return whether nobody else names the block of a position, so that its slots may be
+        written."""
         return self.pool.ref_counts[table.blocks[position // self.block_size]] == 1
 
     def fill_slot(self, table: BlockTable, position: int) -> bool:
@@ -213,7 +214,7 @@ class KVCacheManager:
         return merged
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks, the last partial one included."""
+        """Return a second table over the same blocks, the last partial one included."""
         twin = BlockTable(table.chain)
         twin.blocks, twin.num_chained, twin.num_filled = (
             table.blocks.copy(),

@@ -56,7 +56,7 @@ class BlockPool:
             self._link(block, before=self.num_blocks if cached else self._next[self.num_blocks])
 
     def free_blocks(self) -> list[int]:
-        """Free blocks in the order in which they will be handed out. O(num_free):
+        """Return free blocks in the order in which they will be handed out. O(num_free):
         for checks and pictures only."""
         blocks, block = [], self._next[self.num_blocks]
         while block != self.num_blocks:

@@ -76,7 +76,7 @@ def _tokens_of(node: PrefixNode) -> tuple[int, ...]:
 
 
 def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens agree."""
+    """Return how many leading tokens agree."""
     length = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
@@ -139,15 +139,15 @@ class PrefixIndex:
         return block in self._by_block
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Every cached block's node."""
+        """Return every cached block's node."""
         return iter(self._by_block.values())
 
     def node_of(self, block: int) -> PrefixNode | None:
-        """The node that `block` holds, if it is cached."""
+        """Return the node that `block` holds, if it is cached."""
         return self._by_block.get(block)
 
     def root(self, namespace: Namespace) -> PrefixNode:
-        """The empty prefix of a namespace. Kept by the index only while
+        """Return the empty prefix of a namespace. Kept by the index only while
         something is cached below it."""
         known = self._roots.get(namespace)
         if known is not None:
@@ -163,7 +163,7 @@ class PrefixIndex:
     def child(
         self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes
     ) -> PrefixNode | None:
-        """The full block that continues `parent` with exactly `tokens`; compared,
+        """Return the full block that continues `parent` with exactly `tokens`; compared,
         not merely looked up."""
         node = self._by_digest.get(digest)
         if node is None or node.tokens != tokens or node.parent is not self._live(parent):
@@ -173,7 +173,8 @@ class PrefixIndex:
     def closest_child(
         self, parent: PrefixNode, tokens: tuple[int, ...]
     ) -> tuple[PrefixNode | None, int]:
-        """The child that shares the longest prefix with `tokens`, and that prefix's length."""
+        """Return the child that shares the longest prefix with `tokens`, and that prefix's
+        length."""
         children = self._live(parent).children
         place = bisect_left(children, tokens, key=_tokens_of)
         best, best_len = None, 0

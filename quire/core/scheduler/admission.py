@@ -33,7 +33,7 @@ class _Refusal(NamedTuple):
     num_prefill_publications: int
 
     def still_holds(self, now: _Refusal) -> bool:
-        """Whether neither blocks nor rows have come free since,
+        """Return whether neither blocks nor rows have come free since,
         nor a prompt's prefix been published to share."""
         return (
             self.sequence is now.sequence
@@ -94,8 +94,8 @@ class Admission:
         return None
 
     def _can_run(self, head: Sequence, num_tokens_left: int) -> bool:
-        """Whether the head of the queue gets its share of everything scarce. Where it does not,
-        it notes the reason."""
+        """Return whether the head of the queue gets its share of everything scarce. Where it does
+        not, it notes the reason."""
         if not self._limits.enable_chunked_prefill and len(head.token_ids) > num_tokens_left:
             head.refuse("its whole prompt does not fit what is left of this step")
             return False

@@ -63,7 +63,7 @@ class StepPace:
         self._last_end_s = -math.inf
 
     def prompt_s(self, decodes: Sequence[RowWork], queued_len: int, context_len: int = 0) -> float:
-        """Seconds of a step that prompts may take beside `decodes`.
+        """Return seconds of a step that prompts may take beside `decodes`.
 
         `queued_len` is the length of the prompt that waits for those that are being served, 0 where
         none does; `context_len` are the tokens computed so far of the one that is served first.
@@ -81,7 +81,7 @@ class StepPace:
         return max(least_s, min(queued_s, _MAX_TARGETS * target_s))
 
     def forecast(self, work: Sequence[RowWork]) -> Forecast:
-        """How long a step will take."""
+        """Return how long a step will take."""
         counted = work_of(work)
         return Forecast(counted, self.model.seconds(counted))
 

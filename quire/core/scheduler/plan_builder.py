@@ -94,7 +94,7 @@ class PlanBuilder:
         self.num_tokens_left -= 1
 
     def close(self, step_id: int, orders: dict[str, tuple[Record, ...]]) -> StepPlan:
-        """The finished plan; the builder is empty again."""
+        """Return the finished plan; the builder is empty again."""
         plan = StepPlan(
             step_id,
             tuple(self.work),

@@ -40,7 +40,7 @@ class Preemption(NamedTuple):
 def assess(
     victim: Sequence, beneficiary: Sequence | None, pool: BlockPool, block_size: int
 ) -> Preemption:
-    """What preempting `victim` would free and cost."""
+    """Return what preempting `victim` would free and cost."""
     counts = pool.ref_counts
     num_exclusive = sum(counts[block] == 1 for block in victim.table.blocks)
     return Preemption(
@@ -51,7 +51,7 @@ def assess(
 def choose_victim(
     candidates: list[Sequence], beneficiary: Sequence | None, pool: BlockPool, block_size: int
 ) -> Preemption | None:
-    """The cheapest candidate of the lowest priority class that frees anything;
+    """Return the cheapest candidate of the lowest priority class that frees anything;
     the youngest among equals."""
     assessed = [
         assess(sequence, beneficiary, pool, block_size)

@@ -69,8 +69,8 @@ class PromptRoom:
         )
 
     def take(self, start: int, gap: int) -> int:
-        """How many of a sequence's next `gap` tokens this step computes, from position `start` on;
-        they are taken.
+        """Return how many of a sequence's next `gap` tokens this step computes, from position
+        `start` on; they are taken.
 
         0 where there is no room, or it is not the sequence's turn.
         """
@@ -84,7 +84,7 @@ class PromptRoom:
         return count
 
     def _short(self, start: int, gap: int) -> int:
-        """All of a short prompt, or nothing."""
+        """Return all of a short prompt, or nothing."""
         if not self._is_short(start, gap):
             self._num_long += 1
         elif gap <= self._builder.num_tokens_left and self._fits_beside_long(start, gap):
@@ -110,7 +110,7 @@ class PromptRoom:
         )
 
     def _long(self, start: int, gap: int) -> int:
-        """What is left, divided by the long prompts that are still to be served."""
+        """Return what is left, divided by the long prompts that are still to be served."""
         num_sharing = max(1, self._num_long)
         self._num_long -= 1
         most = min(

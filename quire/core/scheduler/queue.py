@@ -38,7 +38,7 @@ class ServiceQueue(Protocol):
         ...
 
     def head(self) -> Sequence | None:
-        """The sequence that is served next."""
+        """Return the sequence that is served next."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
@@ -62,11 +62,13 @@ class ServiceQueue(Protocol):
         ...
 
     def precedes(self, waiting: Sequence, admitted: Sequence) -> bool:
-        """Whether one who waits is to be let in before an admitted one gets more of a step."""
+        """Return whether one who waits is to be let in before an admitted one gets more of a
+        step."""
         ...
 
     def displaceable(self, waiting: Sequence, running: list[Sequence]) -> list[Sequence]:
-        """Those who run and may be preempted so that one who waits can run; in order of rank."""
+        """Return those who run and may be preempted so that one who waits can run; in order of
+        rank."""
         ...
 
 
@@ -106,7 +108,7 @@ class WaitingQueue:
         heappush(self._heap, (sequence.rank, self._num_pushed, sequence))
 
     def head(self) -> Sequence | None:
-        """The sequence that is served next."""
+        """Return the sequence that is served next."""
         while self._heap:
             _, entry, sequence = self._heap[0]
             if self._entries.get(sequence) == entry:

@@ -18,7 +18,7 @@ class Resource(Protocol):
     """One scarce thing."""
 
     def refusal(self, sequence: Sequence) -> str | None:
-        """Why the sequence cannot have its share now; None if it can. Changes nothing."""
+        """Return why the sequence cannot have its share now; None if it can. Changes nothing."""
         ...
 
     def reserve(self, sequence: Sequence) -> None:
@@ -88,7 +88,7 @@ class KVBlocks:
         return self.manager.pool.num_free - self.num_reserved
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies that adoptions since the last call need."""
+        """Return copies that adoptions since the last call need."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -138,7 +138,8 @@ class KVBlocks:
         sequence.num_computed = sequence.num_planned = 0
 
     def _match(self, sequence: Sequence) -> tuple[PrefixMatch, list[TokenLogprobs | None]]:
-        """What the cache holds of the sequence, and the prompt log-probabilities that come with it.
+        """Return what the cache holds of the sequence, and the prompt log-probabilities that come
+        with it.
 
         The last token is always computed, since its logits are needed.
         """
@@ -157,13 +158,13 @@ class KVBlocks:
         return match, records
 
     def _cut(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch:
-        """The first `num_tokens` tokens of a match."""
+        """Return the first `num_tokens` tokens of a match."""
         num_whole, num_copied = divmod(num_tokens, self.manager.block_size)
         following = (*match.nodes, match.partial)[num_whole] if num_copied else None
         return PrefixMatch(match.nodes[:num_whole], following, num_tokens)
 
     def _shared_records(self, sequence: Sequence, match: PrefixMatch) -> list[TokenLogprobs | None]:
-        """Records of the prompt tokens that follow those the request has scored,
+        """Return records of the prompt tokens that follow those the request has scored,
         as far as whole shared blocks have them."""
         request, size = sequence.request, self.manager.block_size
         num_known, records = len(request.prompt_logprobs), list[TokenLogprobs | None]()

@@ -66,7 +66,7 @@ class Progress(NamedTuple):
 
 
 def _is_behind(sequence: Sequence) -> bool:
-    """Whether it has more to compute than the token that it decodes from."""
+    """Return whether it has more to compute than the token that it decodes from."""
     return len(sequence.token_ids) - sequence.num_planned > 1 or sequence.num_reserved > 0
 
 
@@ -222,7 +222,7 @@ class Scheduler:
             self._break_stall()
 
     def _close(self) -> StepPlan:
-        """The plan for what was decided; it is in flight from now on."""
+        """Return the plan for what was decided; it is in flight from now on."""
         self._builder.copies.extend(self.blocks.take_copies())
         plan = self._builder.close(self._step_id, self.admission.take_orders(self._now))
         planned, self._planned = self._planned, []
@@ -301,8 +301,8 @@ class Scheduler:
             )
 
     def _fast_update_end(self, sequence: Sequence) -> int:
-        """Computed tokens at the next outcome of which more comes than a token: a full block,
-        or the last token."""
+        """Return computed tokens at the next outcome of which more comes than a token: a full
+        block, or the last token."""
         num_prompt, size = len(sequence.request.prompt_token_ids), self.limits.block_size
         return min(
             (sequence.num_computed // size + 1) * size, num_prompt + sequence.request.max_tokens - 1
@@ -350,8 +350,8 @@ class Scheduler:
             self.finish(sequence, FinishReason.REPETITION)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free,
-        else it waits."""
+        """Return a new sequence with the parent's tokens; it shares the parent's blocks if a row is
+        free, else it waits."""
         child = self._new_sequence(parent.request, index, parent.token_ids.copy())
         child.cumulative_logprob = parent.cumulative_logprob
         if parent.status is _RUNNING and self.rows.refusal(child) is None:

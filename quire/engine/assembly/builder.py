@@ -120,14 +120,15 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
 
 
 def machine_for(config: EngineConfig) -> Machine:
-    """This machine, with its GPU where the config wants to compute on one;
+    """Return this machine, with its GPU where the config wants to compute on one;
     ConfigError says why it cannot."""
     machine = Machine.inspect()
     return replace(machine, gpu=require_gpu()) if config.device == "cuda" else machine
 
 
 def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> PreparedModel:
-    """Everything that is needed to judge requests, before anything heavy is imported or allocated.
+    """Return everything that is needed to judge requests, before anything heavy is imported or
+    allocated.
 
     Not `is_for_here`: the model itself will run in another process, so none of its weights is read
     in this one.
@@ -150,7 +151,8 @@ def _describe(planned: PlannedModel) -> PreparedModel:
 
 
 def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The file that sampling defaults come from, as the user chose it; `own` is the model's."""
+    """Return the file that sampling defaults come from, as the user chose it; `own` is the
+    model's."""
     chosen = own
     if config.generation_config == "vllm":
         chosen = {}
@@ -172,8 +174,8 @@ def begin_loading(planned: PlannedModel) -> PlannedModel:
 
 
 def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool = False) -> Engine:
-    """An engine of a prepared model around an executor. Where its outputs are not streamed, its
-    steps are bounded by time only if the config gives a target.
+    """Return an engine of a prepared model around an executor. Where its outputs are not streamed,
+    its steps are bounded by time only if the config gives a target.
     """
     from quire.engine.loop.engine import Engine
 
@@ -194,7 +196,7 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
 
 
 def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None]:
-    """What keeps a model's steps within their target, and where it is kept what steps cost,
+    """Return what keeps a model's steps within their target, and where it is kept what steps cost,
     beside the packed weights."""
     plan = planned.plan
     if plan.target_step_s is None:
@@ -226,13 +228,13 @@ def _no_collection() -> Iterator[None]:
 
 
 def build_engine(config: EngineConfig, *, is_streaming: bool = False) -> Engine:
-    """An engine that is ready to run; see `assemble`."""
+    """Return an engine that is ready to run; see `assemble`."""
     prepared = prepare_model(config)
     return assemble(prepared, build_executor(prepared.planned), is_streaming=is_streaming)
 
 
 def select(plan: EnginePlan) -> Selection:
-    """The kernels that serve a plan, with the reasons against better ones."""
+    """Return the kernels that serve a plan, with the reasons against better ones."""
     import torch
 
     from quire.kernels.selection import Selection, load, select_kernels
@@ -248,7 +250,7 @@ def select(plan: EnginePlan) -> Selection:
 
 @_no_collection()
 def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
-    """The executor of this name (see `quire.executor.registry`) for a planned model.
+    """Return the executor of this name (see `quire.executor.registry`) for a planned model.
     Raises ConfigError for an unknown name."""
     limits, vocab_size = planned.plan.limits, planned.plan.spec.vocab_size
     spec = ExecutorSpec(
@@ -327,7 +329,7 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
 
 
 def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
-    """The weights in memory, as planned."""
+    """Return the weights in memory, as planned."""
     from quire.nn.builder import build_decoder
 
     plan = planned.plan
@@ -397,7 +399,7 @@ def _packed_cache(planned: PlannedModel) -> PackedCache | None:
 
 
 def _may_be_native(plan: EnginePlan) -> bool:
-    """Whether the native kernels can be expected to serve the plan."""
+    """Return whether the native kernels can be expected to serve the plan."""
     from quire.kernels import cpu
 
     return (
@@ -436,7 +438,7 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
 
 
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
-    """Where the weights come from."""
+    """Return where the weights come from."""
     from quire.weights.checkpoint import SafetensorsCheckpoint
     from quire.weights.dummy import DummyWeights
 
@@ -472,7 +474,7 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
 
 
 def _vocabulary(planned: PlannedModel, states: States) -> Vocabulary:
-    """The model's tokens as a compiler of grammars needs them. The tokenizer is read anew:
+    """Return the model's tokens as a compiler of grammars needs them. The tokenizer is read anew:
     an engine's process has none."""
     from quire.grammar.backend import Vocabulary
 
@@ -504,7 +506,7 @@ def _eos_token_ids(
     *,
     vocab_size: int,
 ) -> frozenset[int]:
-    """What ends a sequence: as `generation_config.json` says, else `config.json`, else the
+    """Return what ends a sequence: as `generation_config.json` says, else `config.json`, else the
     tokenizer.
 
     Some files name tokens that the model does not have, or -1 for none: nothing can end with those.

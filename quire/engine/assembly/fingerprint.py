@@ -47,7 +47,7 @@ def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
 
 
 def _samples(path: Path) -> tuple[int, str]:
-    """A file's size, and a digest of pieces all over it: the whole of a small one."""
+    """Return a file's size, and a digest of pieces all over it: the whole of a small one."""
     digest = hashlib.blake2b(digest_size=12)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -58,7 +58,7 @@ def _samples(path: Path) -> tuple[int, str]:
 
 
 def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
-    """The packed weights of a model: one name for each form of it,
+    """Return the packed weights of a model: one name for each form of it,
     one digest for each state of its files and of the code."""
     path = files.folder if files.gguf is None else Path(files.gguf.file.path)
     form = plan.config.quantize_to or "stored"

@@ -49,7 +49,7 @@ class ModelFiles(NamedTuple):
         )
 
     def states(self, tokenizer: str | None) -> dict[str, tuple[int, int]]:
-        """The files that decide what the model answers,
+        """Return the files that decide what the model answers,
         and how they are now (see `file_states.check_unchanged`)."""
         folders = [self.folder] if tokenizer is None else [self.folder, Path(tokenizer)]
         small = [folder / name for folder in folders for name in _SMALL_FILES]
@@ -60,7 +60,7 @@ class ModelFiles(NamedTuple):
     def storage(
         self, spec: DecoderSpec, config: EngineConfig, *, keeps_fp8: bool = False
     ) -> CheckpointStorage | GgufStorage | None:
-        """How weights are stored that are not plain floating point; None where they all are.
+        """Return how weights are stored that are not plain floating point; None where they all are.
 
         With `keeps_fp8` there are kernels for e4m3 where the model will run.
         """
@@ -104,7 +104,7 @@ def find_model(config: EngineConfig) -> ModelFiles:
 
 
 def _overridden(values: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """A config with keys replaced. `rope_scaling` and `rope_parameters`
+    """Return a config with keys replaced. `rope_scaling` and `rope_parameters`
     are one key under two names."""
     kept = dict(values)
     if _ROPE_KEYS & set(overrides):
@@ -134,7 +134,7 @@ def _find(config: EngineConfig) -> ModelFiles:
 
 
 def _gguf_file(path: Path, config: EngineConfig) -> Path | None:
-    """The GGUF file that MODEL names: itself, or the only one of a folder that is asked
+    """Return the GGUF file that MODEL names: itself, or the only one of a folder that is asked
     for or has no config.json."""
     if path.suffix == ".gguf" and is_file(path):
         if config.load_format == "dummy":

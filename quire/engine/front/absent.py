@@ -10,7 +10,7 @@ from quire.errors import NotAvailableError
 
 
 def absent(name: str, advice: str) -> Callable[..., NoReturn]:
-    """A method `name` that raises NotAvailableError with what to do instead,
+    """Return a method `name` that raises NotAvailableError with what to do instead,
     whatever it is given."""
 
     def method(*_: Any, **__: Any) -> NoReturn:

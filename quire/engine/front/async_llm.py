@@ -67,7 +67,7 @@ class AsyncLLM:
     def from_engine_args(
         cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object
     ) -> Self:
-        """A model of parsed arguments."""
+        """Return a model of parsed arguments."""
         return cls(**engine_args.options())
 
     async def generate(
@@ -154,7 +154,7 @@ class AsyncLLM:
         await self._do(lambda engine: None)
 
     async def is_paused(self) -> bool:
-        """Whether `pause_generation` holds the engine."""
+        """Return whether `pause_generation` holds the engine."""
         return self._link.is_paused
 
     async def reset_prefix_cache(
@@ -185,7 +185,7 @@ class AsyncLLM:
         return self._engine.model
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's counters, under the names that vLLM gives them."""
+        """Return the engine's counters, under the names that vLLM gives them."""
         return snapshot(self._engine.scheduler, self.config.model)
 
     async def _do(self, command: Callable[[Engine], _T]) -> _T:
@@ -210,7 +210,7 @@ class AsyncLLM:
             engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> PretrainedTokenizer:
-        """The model's tokenizer, with the methods that transformers' have;
+        """Return the model's tokenizer, with the methods that transformers' have;
         ConfigError with `skip_tokenizer_init`."""
         return self._engine.pretrained_tokenizer()
 

@@ -26,7 +26,7 @@ class BeamState(NamedTuple):
 
 
 def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """The hypotheses of a search, best first, or the error that ended it."""
+    """Return the hypotheses of a search, best first, or the error that ended it."""
     request = state.request
     output = BeamSearchOutput(
         request.request_id, [], list(request.prompt_token_ids), state.prompt, request.error
@@ -53,7 +53,7 @@ def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutp
 
 
 def _text(state: BeamState, hypothesis: Hypothesis, tokenizer: Tokenizer) -> str:
-    """The text that follows the prompt; the token that ended it is part of it
+    """Return the text that follows the prompt; the token that ended it is part of it
     only if the user wants so."""
     is_cut = (
         hypothesis.finish_reason is FinishReason.STOP

@@ -141,7 +141,7 @@ class Link(Protocol):
         ...
 
     def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
-        """How the engine is doing, given what the client has in flight."""
+        """Return how the engine is doing, given what the client has in flight."""
         ...
 
 
@@ -224,7 +224,7 @@ class Client:
         self.link.abort(request_id)
 
     def status(self) -> EngineStatus:
-        """How the engine is doing. Never blocks."""
+        """Return how the engine is doing. Never blocks."""
         status = self.link.status(len(self._streams), self._num_prompt_tokens)
         if self._is_closed or (self._is_draining and status.state != "failed"):
             state: EngineState = "closed" if self._is_closed else "draining"
@@ -232,8 +232,8 @@ class Client:
         return status
 
     async def inspect(self, engine: str, since: int) -> Inspection | None:
-        """The engine's steps after step `since` of `engine` (as an earlier inspection named it),
-        and its state now.
+        """Return the engine's steps after step `since` of `engine` (as an earlier inspection named
+        it), and its state now.
 
         Everything that is kept, where that engine or step is not known. None where the engine
         cannot be asked now.
@@ -243,7 +243,7 @@ class Client:
         return answer.inspection if isinstance(answer, Inspected) else None
 
     async def look_into(self, block: int, step: int) -> BlockContent | None:
-        """What a KV block held in a step; None where it is not known (any more),
+        """Return what a KV block held in a step; None where it is not known (any more),
         or the engine cannot be asked now."""
         self._num_questions += 1
         answer = await self._ask(InspectBlock(self._num_questions, block, step))
@@ -349,7 +349,7 @@ class _ClientStream(Stream):
 
 
 def model_info(prepared: PreparedModel) -> ModelInfo:
-    """What a server may know of a model that is not loaded yet."""
+    """Return what a server may know of a model that is not loaded yet."""
     plan = prepared.planned.plan
     return ModelInfo(
         name=plan.config.model,

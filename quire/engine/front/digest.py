@@ -36,7 +36,7 @@ class Digest:
     """Around thoughts whose number has a budget, and how the model's tokens spell them."""
 
     def of(self, params: SamplingParams) -> Digest:
-        """The same for parameters that differ from those that were read in
+        """Return the same for parameters that differ from those that were read in
         `max_tokens` and `output_kind` alone."""
         assert params.lists_the_same(self.params), "the digest of other parameters"
         return self if params is self.params else replace(self, params=params)
@@ -119,7 +119,7 @@ class Digester:
             )
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Each bad word as it is tokenized at the start of a text and after a space,
+        """Return each bad word as it is tokenized at the start of a text and after a space,
         once where both are the same."""
         if not params.bad_words:
             return []
@@ -146,7 +146,7 @@ class Digester:
         return list(spellings)
 
     def _marks(self, params: SamplingParams) -> tuple[ThinkingMarks, MarkSpelling] | None:
-        """The marks of thoughts whose number has a budget."""
+        """Return the marks of thoughts whose number has a budget."""
         if params.thinking_token_budget is None:
             return None
         tokenizer, marks = self._tokenizer, params.thinking_marks

@@ -48,7 +48,8 @@ class Histogram(Metric):
 
 
 def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
-    """The engine's numbers now. Prompt tokens and cache hits are those of finished requests."""
+    """Return the engine's numbers now. Prompt tokens and cache hits are those of finished
+    requests."""
     # needs the server's message library, which offline use does without
     from quire.engine.loop.counters import count
 

@@ -40,7 +40,7 @@ class ModelView:
         return self.vocab_size
 
     def get_hidden_size(self) -> int:
-        """Values in a hidden state."""
+        """Return values in a hidden state."""
         return self.hidden_size
 
     @classmethod

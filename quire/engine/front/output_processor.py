@@ -140,7 +140,8 @@ class OutputProcessor:
         return outputs
 
     def _last_output(self, state: RequestState) -> RequestOutput:
-        """The output of a request that was ended from outside, with the text that was held back."""
+        """Return the output of a request that was ended from outside, with the text that was held
+        back."""
         for sequence in state.request.sequences:
             try:
                 self._flush(self._state_of(state, sequence), sequence)
@@ -249,7 +250,7 @@ class OutputProcessor:
         )
 
     def _visible_stop(self, state: RequestState, sequence: SequenceRecord) -> int | str | None:
-        """The stop that the user asked for; the model's own end of
+        """Return the stop that the user asked for; the model's own end of
         sequence is not worth a mention."""
         reason = sequence.stop_reason
         if sequence.finish_reason is FinishReason.REPETITION:
@@ -303,7 +304,7 @@ class OutputProcessor:
 
 
 def _shown(state: RequestState) -> list[tuple[int, SequenceRecord]]:
-    """The sequences to be shown, with the index that each is shown under."""
+    """Return the sequences to be shown, with the index that each is shown under."""
     sequences = state.request.sequences
     if state.is_ranked:
         return list(
@@ -317,12 +318,12 @@ def _shown(state: RequestState) -> list[tuple[int, SequenceRecord]]:
 
 
 def _as_asked(state: RequestState, records: list[Record]) -> list[Record]:
-    """The records, or the flat form, which reads like that list."""
+    """Return the records, or the flat form, which reads like that list."""
     return cast("list[Record]", FlatLogprobs(records)) if state.params.flat_logprobs else records
 
 
 def _bare_output(state: RequestState) -> RequestOutput:
-    """What can be said of a request of which not even an output can be made."""
+    """Return what can be said of a request of which not even an output can be made."""
     request = state.request
     delivered = {index: each.num_delivered for index, each in state.sequences.items()}
     outputs = [

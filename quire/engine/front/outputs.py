@@ -86,7 +86,7 @@ class CompletionOutput:
     """The stop token or stop string that ended it; None for the model's end-of-sequence token."""
 
     def finished(self) -> bool:
-        """Whether this sequence has ended."""
+        """Return whether this sequence has ended."""
         return self.finish_reason is not None
 
     @property

@@ -126,7 +126,7 @@ def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
-    """A prompt's token ids as plain integers. Raises InvalidParameterError for what is none,
+    """Return a prompt's token ids as plain integers. Raises InvalidParameterError for what is none,
     or not the model's."""
     try:
         checked = tuple(map(operator.index, token_ids))
@@ -151,7 +151,7 @@ AnyParams = TypeVar(
 
 
 def with_truncation(params: AnyParams, tokenization_kwargs: Mapping[str, Any] | None) -> AnyParams:
-    """Parameters with what `tokenization_kwargs` says of a prompt's length;
+    """Return parameters with what `tokenization_kwargs` says of a prompt's length;
     NotAvailableError for what else it says."""
     given = {
         name: value for name, value in (tokenization_kwargs or {}).items() if value is not None

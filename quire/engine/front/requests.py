@@ -74,7 +74,7 @@ class RequestBuilder:
         processors: tuple[str, ...] = (),
         **standing: Any,
     ) -> PreparedRequest:
-        """A request for samples. Raises a RequestError.
+        """Return a request for samples. Raises a RequestError.
 
         `processors` are the names of its logits processors, which only an executor can give;
         `standing` are fields of the spec that say how it is served beside others (`priority`,
@@ -107,7 +107,7 @@ class RequestBuilder:
     def beam(
         self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams, *, priority: int = 0
     ) -> RequestSpec:
-        """A beam search. Raises a RequestError."""
+        """Return a beam search. Raises a RequestError."""
         params.check_vocabulary(self._plan.spec.vocab_size)
         max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -137,7 +137,7 @@ class RequestBuilder:
         return mix64(self._plan.config.seed ^ mix64(self._num_unseeded))
 
     def _thinking(self, digest: Digest, prompt: ParsedPrompt) -> ThinkingBudget | None:
-        """The budget for thoughts, where there is one, behind this prompt."""
+        """Return the budget for thoughts, where there is one, behind this prompt."""
         budget = digest.params.thinking_token_budget
         if digest.marks is None or budget is None:
             return None

@@ -67,7 +67,7 @@ def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -
 def _texts(
     tokenizer: Tokenizer, num_tokens: int, marks: tuple[int | None, ...]
 ) -> Iterator[tuple[int, bytes]]:
-    """Tokens that have a text, and that text; special tokens that are no
+    """Yield tokens that have a text, and that text; special tokens that are no
     marks have none that counts."""
     hidden = tokenizer.special_token_ids - set(marks)
     for token_id in range(num_tokens):
@@ -95,12 +95,12 @@ def _end_steps(mark: bytes, token_id: int, data: bytes) -> Iterator[Step]:
 
 
 def _agree(left: bytes, right: bytes) -> bool:
-    """Whether one goes on where the other ends."""
+    """Return whether one goes on where the other ends."""
     return left.startswith(right) or right.startswith(left)
 
 
 def _search(mark: bytes, state: int, data: bytes) -> int:
-    """Where a search for `mark` stands behind `data`, having stood at `state` before;
+    """Return where a search for `mark` stands behind `data`, having stood at `state` before;
     it ends with the mark."""
     known = mark[:state] + data
     if mark in known:

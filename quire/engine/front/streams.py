@@ -107,7 +107,7 @@ class Post:
         self._streams[request_id] = stream
 
     def find(self, request_id: str) -> Stream | None:
-        """The stream of a request in flight."""
+        """Return the stream of a request in flight."""
         return self._streams.get(request_id)
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
@@ -147,7 +147,7 @@ def _put_all(items: list[tuple[Stream, Item]]) -> None:
 
 
 def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two successive deltas as one."""
+    """Return two successive deltas as one."""
     before = {each.index: each for each in earlier.outputs}
     for each in later.outputs:
         known = before.pop(each.index, None)

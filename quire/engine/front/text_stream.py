@@ -46,7 +46,7 @@ class TextStream:
         return self._parts[0]
 
     def take(self) -> str:
-        """The same, which is then forgotten here."""
+        """Return the same, which is then forgotten here."""
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else "".join(parts)
 

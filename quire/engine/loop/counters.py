@@ -47,7 +47,7 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     """How long a step should take; 0 where it may take any time."""
 
     def counters(self) -> dict[str, Any]:
-        """These numbers by name, without what a subclass adds."""
+        """Return these numbers by name, without what a subclass adds."""
         return {name: getattr(self, name) for name in EngineCounters.__struct_fields__}
 
 

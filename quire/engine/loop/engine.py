@@ -89,7 +89,7 @@ class Engine(StepLoop):
         return SamplingParams.from_generation_config(self.generation_config, **overrides)
 
     def pretrained_tokenizer(self) -> PretrainedTokenizer:
-        """The tokenizer, with the methods that transformers' have.
+        """Return the tokenizer, with the methods that transformers' have.
         ConfigError where there is none."""
         if self.tokenizer is None:
             raise ConfigError(
@@ -178,11 +178,11 @@ class Engine(StepLoop):
 
     @staticmethod
     def nested_call() -> EngineError:
-        """What a call from inside a step is answered with."""
+        """Return what a call from inside a step is answered with."""
         return EngineError(_NESTED)
 
     def take_lost(self) -> list[Output]:
-        """The last outputs of the requests that an interrupted step has ended;
+        """Return the last outputs of the requests that an interrupted step has ended;
         they are given once."""
         lost, self._lost = self._lost, []
         return lost
@@ -247,7 +247,7 @@ class Engine(StepLoop):
         self._processors[request_id] = names
 
     def _noted(self, processor: LogitsProcessor) -> LogitsProcessor:
-        """A processor during whose calls `refuse_nested_call` refuses."""
+        """Return a processor during whose calls `refuse_nested_call` refuses."""
 
         @wraps(processor)
         def call(*args: Any) -> Any:

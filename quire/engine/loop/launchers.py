@@ -32,7 +32,8 @@ class Launcher(Protocol):
         ...
 
     def collect(self) -> Launched:
-        """The oldest step that was not collected, once it is launched; raises what that raised."""
+        """Return the oldest step that was not collected, once it is launched; raises what that
+        raised."""
         ...
 
     def drain(self) -> None:

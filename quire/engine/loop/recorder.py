@@ -89,7 +89,7 @@ class _Step:
     num_new_tokens: int = 0
 
     def decoded(self) -> tuple[int, ...]:
-        """Rows that computed one more token."""
+        """Return rows that computed one more token."""
         rows = map(self.rows.__getitem__, self.in_flight)
         if not self.chunks:
             return tuple(rows)
@@ -97,7 +97,7 @@ class _Step:
         return tuple(row for row in rows if row not in others)
 
     def chunk_of(self, sequence: Sequence) -> Chunk | None:
-        """The chunk of a sequence, if it has one."""
+        """Return the chunk of a sequence, if it has one."""
         row = self.rows.get(sequence, -1) if self.chunks else -1
         return next((chunk for chunk in self.chunks if chunk[0] == row), None)
 
@@ -271,7 +271,7 @@ class StepRecorder:
     # -------------------------------------------------------------------------------------------
 
     def inspect(self, engine: str, since: int, now: float) -> Inspection:
-        """The steps after `since`, if they are all here and `engine` is this one;
+        """Return the steps after `since`, if they are all here and `engine` is this one;
         else everything there is."""
         scheduler, manager = self._scheduler, self._scheduler.manager
         follows = engine == self._engine and self._base.step <= since <= self.last_step
@@ -306,7 +306,8 @@ class StepRecorder:
         return self._steps[-1].step if self._steps else self._base.step
 
     def content(self, block: int, step: int) -> BlockContent | None:
-        """What a block held in a step; None where neither the step nor the block is known."""
+        """Return what a block held in a step; None where neither the step nor the block is
+        known."""
         if (
             not 0 <= block < self._scheduler.limits.num_blocks
             or not self._base.step <= step <= self.last_step
@@ -332,7 +333,7 @@ class StepRecorder:
         return BlockContent(block, step, tokens, names, position, block in state.cached)
 
     def _first_positions(self) -> dict[Sequence, int]:
-        """Computed tokens of the base's sequences: from where they are next known,
+        """Return computed tokens of the base's sequences: from where they are next known,
         less what they computed until there."""
         positions: dict[Sequence, int] = {}
         counts = dict.fromkeys(self._base.sequences.values(), 0)
@@ -360,7 +361,7 @@ class StepRecorder:
         return positions
 
     def _computed_at(self, sequence: Sequence, step: int) -> int:
-        """Computed tokens of a sequence after a step."""
+        """Return computed tokens of a sequence after a step."""
         computed = self._first_positions().get(sequence, 0)
         for each in self._steps:
             if each.step > step:
@@ -430,7 +431,7 @@ def _record(step: _Step) -> StepRecord:
 
 
 def _end_of(sequence: Sequence) -> str:
-    """Why a row was given up."""
+    """Return why a row was given up."""
     if sequence.status is not SequenceStatus.FINISHED or sequence.finish_reason is None:
         return "preempted"
     return sequence.finish_reason.value

@@ -123,8 +123,8 @@ class Session:
         return request_id
 
     def step(self) -> list[Output]:
-        """What came of this session's requests since it was last asked; where that is nothing,
-        after one step."""
+        """Return what came of this session's requests since it was last asked; where that is
+        nothing, after one step."""
         with self._shared.held() as engine:
             if not self._ready and self._open:
                 if engine.is_closed:
@@ -152,5 +152,5 @@ class Session:
 
 
 def is_last(output: Output) -> bool:
-    """Whether nothing comes after an output of its request."""
+    """Return whether nothing comes after an output of its request."""
     return isinstance(output, BeamSearchOutput) or output.finished

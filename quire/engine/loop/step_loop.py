@@ -75,7 +75,7 @@ class StepLoop:
         self.recorder = StepRecorder(self.scheduler)
 
     def now(self) -> float:
-        """Seconds on the engine's clock."""
+        """Return seconds on the engine's clock."""
         return self._clock()
 
     @property
@@ -286,7 +286,7 @@ class OverlappedLoop:
 
 
 def loop_of(plan: EnginePlan) -> Loop:
-    """The order of the verbs that a plan has decided on."""
+    """Return the order of the verbs that a plan has decided on."""
     if not plan.is_overlapped:
         return PlainLoop()
     return OverlappedLoop(StepThread() if plan.device == "cpu" else DirectLauncher())

@@ -43,7 +43,8 @@ def is_installed(module: str) -> bool:
 def module_for(
     name: str, needs: AttentionNeeds, found: Callable[[str], bool] = is_installed
 ) -> str | None:
-    """The module that a library would be used by on this device; None where it is not installed."""
+    """Return the module that a library would be used by on this device; None where it is not
+    installed."""
     fitting = [
         module
         for module in MODULES[name]
@@ -55,7 +56,7 @@ def module_for(
 def reasons_against(
     name: str, needs: AttentionNeeds, found: Callable[[str], bool] = is_installed
 ) -> list[str]:
-    """Why a library cannot serve; empty where it can."""
+    """Return why a library cannot serve; empty where it can."""
     module = module_for(name, needs, found)
     reasons = [] if module is not None else ["not installed"]
     if needs.is_invariant:

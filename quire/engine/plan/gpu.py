@@ -88,7 +88,7 @@ def inspect_gpu(load: LoadLibrary = ctypes.CDLL) -> Gpu:
 
 
 def reasons_against(gpu: Gpu) -> list[str]:
-    """Why kernels cannot run on it with what is installed; empty where they can."""
+    """Return why kernels cannot run on it with what is installed; empty where they can."""
     reasons = []
     if gpu.capability < MIN_CAPABILITY:
         have, need = (".".join(map(str, each)) for each in (gpu.capability, MIN_CAPABILITY))
@@ -97,7 +97,7 @@ def reasons_against(gpu: Gpu) -> list[str]:
 
 
 def software_reasons() -> list[str]:
-    """What is missing of torch and Triton, without importing them."""
+    """Return what is missing of torch and Triton, without importing them."""
     reasons = []
     if util.find_spec("triton") is None:
         reasons.append("the package triton is not installed; pip install triton")
@@ -109,8 +109,8 @@ def software_reasons() -> list[str]:
 
 
 def compiler_reasons() -> list[str]:
-    """What Triton lacks to launch a kernel for the first time: it compiles a small C module for
-    each kind of launch.
+    """Return what Triton lacks to launch a kernel for the first time: it compiles a small C module
+    for each kind of launch.
 
     Nothing where its cache holds anything: on a machine like this one it has compiled before, and
     may need no compiler again.
@@ -135,7 +135,7 @@ def compiler_reasons() -> list[str]:
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version that torch was built for, by its own file; None for a CPU build."""
+    """Return the CUDA version that torch was built for, by its own file; None for a CPU build."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -148,7 +148,7 @@ def torch_cuda_version() -> str | None:
 
 
 def require_gpu(load: LoadLibrary = ctypes.CDLL) -> Gpu:
-    """The GPU to compute on; ConfigError lists everything that does not fit."""
+    """Return the GPU to compute on; ConfigError lists everything that does not fit."""
     missing = software_reasons()
     try:
         gpu = inspect_gpu(load)
@@ -181,7 +181,8 @@ def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:
 
 
 def _free_memory(nvml: ctypes.CDLL | None, uuid: str) -> int | None:
-    """Free bytes of the GPU with this identity (32 hexadecimal digits); None where nobody tells."""
+    """Return free bytes of the GPU with this identity (32 hexadecimal digits); None where nobody
+    tells."""
     if nvml is None or nvml.nvmlInit_v2():
         return None
     parts = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])

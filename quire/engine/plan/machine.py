@@ -122,8 +122,8 @@ def _group_memory(root: Path) -> Iterable[tuple[int, int]]:
 
 
 def _group_folders(root: Path, controller: str) -> list[Path]:
-    """This process's control group and its ancestors: of a version 1 controller, or with "" of
-    version 2.
+    """Return this process's control group and its ancestors: of a version 1 controller, or with ""
+    of version 2.
 
     In a container the path may be the host's, of which only the mount point exists; then that alone
     tells.
@@ -184,7 +184,7 @@ def _num_nodes(root: Path, cpus: set[int]) -> int:
 
 
 def _cpu_list(text: str) -> set[int]:
-    """A kernel's list such as "0-3,8"; empty where it is none."""
+    """Return a kernel's list such as "0-3,8"; empty where it is none."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")
@@ -222,7 +222,7 @@ def _cpu_name(root: Path) -> str:
 
 
 def instruction_sets(root: Path = Path("/")) -> str:
-    """What kernels are chosen by, as one word for each class of processors:
+    """Return what kernels are chosen by, as one word for each class of processors:
     bits are the same within one, not between two."""
     found: set[str] = set()
     for line in _lines(root / "proc/cpuinfo"):

@@ -378,7 +378,7 @@ class _Resolver:
         return chosen
 
     def _attention(self, dtype: str, kv_format: str, block_size: int) -> str | None:
-        """The module of the library that was chosen."""
+        """Return the module of the library that was chosen."""
         wish = self.config.attention_backend
         if self.gpu is None:
             if wish not in ("auto", attention.OWN):
@@ -422,7 +422,7 @@ class _Resolver:
         return self._longest()
 
     def _longest(self) -> int:
-        """The longest sequence that the user, or else the model, has in mind."""
+        """Return the longest sequence that the user, or else the model, has in mind."""
         return self.config.max_model_len or self.spec.context_len
 
     def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
@@ -552,6 +552,6 @@ def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
 
 
 def _mixer_width(mixer: Mixer) -> int:
-    """Its first projection, and a copy of it or what is activated."""
+    """Return its first projection, and a copy of it or what is activated."""
     first = sum(part.num_outputs for part in mixer.projections[0])
     return first + (first if isinstance(mixer, AttentionSpec) else mixer.down.num_inputs)

@@ -67,7 +67,7 @@ _GPU_FLOPS, _GPU_BYTES = 100e12, 1e12
 def estimate(
     spec: DecoderSpec, formats: WeightFormats, dtype: str, kv_format: str, machine: Machine
 ) -> UnitCosts:
-    """Seconds for each unit of work, before anything was measured;
+    """Return seconds for each unit of work, before anything was measured;
     `machine.num_cores` are those that compute."""
     flops, ops, bandwidth = _rates(formats, machine)
     head = formats.of((spec.head,))

@@ -34,7 +34,7 @@ class Waitable(Protocol):
     """What can be waited for."""
 
     def fileno(self) -> int:
-        """The operating system's number of it."""
+        """Return the operating system's number of it."""
         ...
 
 
@@ -111,7 +111,7 @@ class Channel(Generic[Incoming]):
             self._flush()
 
     def receive(self) -> Sequence[Incoming]:
-        """Every message that is there now, possibly none. Raises ChannelClosed,
+        """Return every message that is there now, possibly none. Raises ChannelClosed,
         or ProtocolError."""
         is_closed = False
         try:

@@ -173,7 +173,7 @@ class Host:
 
 
 def build_loop(config: EngineConfig) -> StepLoop:
-    """A loop around the model that the options name."""
+    """Return a loop around the model that the options name."""
     planned = begin_loading(plan_engine(config))
     plan = planned.plan
     pace, cost_file = pace_of(planned)

@@ -60,7 +60,7 @@ class JournalEntry:
         self.sequence(0)
 
     def sequence(self, index: int) -> SequenceRecord:
-        """What is known of one of its sequences; it begins with the prompt."""
+        """Return what is known of one of its sequences; it begins with the prompt."""
         request = self.request
         for known in request.sequences:
             if known.index == index:
@@ -70,7 +70,7 @@ class JournalEntry:
         return sequence
 
     def to_message(self) -> AddRequest:
-        """The request as an engine is to take it up: from its start, or from where it is."""
+        """Return the request as an engine is to take it up: from its start, or from where it is."""
         sequences = self.request.sequences
         unfinished = [each for each in sequences if each.status is not SequenceStatus.FINISHED]
         has_begun = any(each.num_output_tokens for each in sequences)
@@ -181,7 +181,7 @@ class Journal:
         return entry
 
     def telling(self, entry: JournalEntry) -> Iterator[Lists | AddRequest]:
-        """What tells the engine that runs now of a request: what it lists,
+        """Yield what tells the engine that runs now of a request: what it lists,
         where that is new there, and the request itself."""
         lists = self.lists.unsent(entry.lists)
         if lists is not None:
@@ -200,7 +200,7 @@ class Journal:
         return self._deliver(progress)
 
     def _take(self, entry: JournalEntry, delta: TokenDelta, now: float) -> list[Happening]:
-        """What a delta comes to; one that cannot be taken in ends its request."""
+        """Return what a delta comes to; one that cannot be taken in ends its request."""
         try:
             return entry.take(delta, now)
         except Exception as error:
@@ -223,11 +223,11 @@ class Journal:
         return self._deliver(entry.end(reason, error))
 
     def find(self, request_id: str) -> JournalEntry | None:
-        """The request of that id, if it is in flight."""
+        """Return the request of that id, if it is in flight."""
         return self._by_id.get(request_id)
 
     def take_messages(self) -> list[Down]:
-        """What the engine must hear of what was decided here."""
+        """Return what the engine must hear of what was decided here."""
         messages, self._messages = self._messages, []
         return messages
 

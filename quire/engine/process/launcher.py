@@ -68,7 +68,7 @@ class EngineProcess:
         return self._process.poll() is not None
 
     def describe_end(self) -> str:
-        """How it ended, for a log."""
+        """Return how it ended, for a log."""
         code = self._process.poll()
         if code is None:
             return "it is still running"

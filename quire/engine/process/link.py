@@ -23,7 +23,7 @@ from quire.engine.process.watch import WatchConfig
 def supervised(
     prepared: PreparedModel, watch: WatchConfig | None = None, **launch_options: Any
 ) -> Supervisor:
-    """A link to engine processes that serve a model, one after another;
+    """Return a link to engine processes that serve a model, one after another;
     it begins to load when it is started."""
     start = start_message(prepared.planned.plan, prepared.planned.files)
     return Supervisor(
@@ -34,8 +34,8 @@ def supervised(
 
 
 def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
-    """What an engine is to build: the decisions of a plan, so that each engine after another has
-    the same limits.
+    """Return what an engine is to build: the decisions of a plan, so that each engine after another
+    has the same limits.
 
     With `files`, each is built of these very files, wherever it runs, or not at all.
     """
@@ -67,7 +67,7 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
 
 
 def _absolute(name: str | None) -> str | None:
-    """A local path as it means the same wherever a process runs;
+    """Return a local path as it means the same wherever a process runs;
     a name of something else as it is."""
     if name is None:
         return None

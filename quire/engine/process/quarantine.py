@@ -25,12 +25,13 @@ ALONE = 2
 
 
 def is_cleared(entry: JournalEntry) -> bool:
-    """Whether the engine that runs now has shown that it survives this request."""
+    """Return whether the engine that runs now has shown that it survives this request."""
     return entry.num_delivered >= MIN_DELIVERED
 
 
 def choose(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-    """The requests to give to the engine now, of those in flight in their order of arrival."""
+    """Return the requests to give to the engine now, of those in flight in their order of
+    arrival."""
     unsent, doubtful = [], []
     for entry in entries:
         if not entry.is_sent:

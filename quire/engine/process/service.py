@@ -82,7 +82,7 @@ class Service:
         )
 
     def pulse(self, step_age_s: float | None) -> Pulse:
-        """A picture, taken from another thread while steps go on:
+        """Return a picture, taken from another thread while steps go on:
         its numbers may be of two neighbouring steps."""
         return Pulse(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
@@ -133,7 +133,7 @@ class Service:
 
 
 def answer(loop: StepLoop, question: Inspect | InspectBlock) -> Inspected | InspectedBlock:
-    """What a loop that records its steps says of them."""
+    """Return what a loop that records its steps says of them."""
     recorder = loop.recorder
     assert recorder is not None
     if isinstance(question, Inspect):
@@ -144,7 +144,7 @@ def answer(loop: StepLoop, question: Inspect | InspectBlock) -> Inspected | Insp
 
 
 def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDelta:
-    """What happened to one sequence in one step."""
+    """Return what happened to one sequence in one step."""
     request = sequence.request
     token_ids = tuple(each.token_id for each in progress if each.token_id is not None)
     has_ended = any(each.token_id is None for each in progress)

@@ -65,7 +65,8 @@ class SharedLists:
         return Forget(number) if held.is_sent else None
 
     def unsent(self, number: int) -> Lists | None:
-        """What must be sent before a request that refers to it; None where the engine has it."""
+        """Return what must be sent before a request that refers to it; None where the engine has
+        it."""
         held = self._by_number.get(number)
         if held is None or held.is_sent:
             return None
@@ -91,7 +92,7 @@ class SharedLists:
 
 
 def without_lists(spec: RequestSpec) -> RequestSpec:
-    """What is left to be said of a request whose lists are known by their number."""
+    """Return what is left to be said of a request whose lists are known by their number."""
     row = spec.sampling
     thinking = None if row.thinking is None else row.thinking._replace(marks=_NO_MARKS)
     row = row._replace(
@@ -106,7 +107,8 @@ def without_lists(spec: RequestSpec) -> RequestSpec:
 
 
 def with_lists(spec: RequestSpec, lists: Lists, stop_token_ids: frozenset[int]) -> RequestSpec:
-    """The request that `without_lists` was made of; its lists are the very objects of `lists`."""
+    """Return the request that `without_lists` was made of; its lists are the very objects of
+    `lists`."""
     thinking = spec.sampling.thinking
     if thinking is not None and lists.marks is not None:
         thinking = thinking._replace(marks=lists.marks)

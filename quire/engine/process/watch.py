@@ -75,7 +75,7 @@ class Watch:
         self.num_deaths_in_a_row = 0
 
     def complaint(self, now: float) -> str | None:
-        """Why the engine must be replaced, if it must."""
+        """Return why the engine must be replaced, if it must."""
         config = self.config
         patience_s = (
             config.silence_timeout_s

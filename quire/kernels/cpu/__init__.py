@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
-    """Why this back end cannot serve tensors of `dtype` on `device`; empty where it can."""
+    """Return why this back end cannot serve tensors of `dtype` on `device`; empty where it can."""
     reasons = []
     if device.partition(":")[0] != "cpu":
         reasons.append(f"runs on the CPU only, not on {device}")
@@ -58,7 +58,7 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
 
 @functools.cache
 def _differences() -> list[str]:
-    """What the extension lacks of `_native.pyi`:
+    """Return what the extension lacks of `_native.pyi`:
     an editable install keeps it while the files around it change."""
     from quire.kernels.cpu.declarations import differences
 
@@ -66,7 +66,7 @@ def _differences() -> list[str]:
 
 
 def load(device: str = "cpu") -> Kernels:
-    """The back end; ConfigError where the extension is missing,
+    """Return the back end; ConfigError where the extension is missing,
     or the device is another than the CPU."""
     import torch
 
@@ -90,7 +90,7 @@ def num_threads() -> int:
 
 
 def kernel_times() -> dict[str, float]:
-    """Seconds that native kernels have run for in this process, by class: linear, attention,
+    """Return seconds that native kernels have run for in this process, by class: linear, attention,
     elementwise, sampling.
 
     Empty where the extension is missing. The thread that calls the kernels is timed, so two
@@ -100,19 +100,19 @@ def kernel_times() -> dict[str, float]:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets that were compiled in and that this machine has,
+    """Return instruction sets that were compiled in and that this machine has,
     from the plainest to the best."""
     return tuple(native.supported_isas())
 
 
 def emulated_isas() -> tuple[str, ...]:
-    """Instruction sets that this machine lacks and can act out, slowly: for tests,
+    """Return instruction sets that this machine lacks and can act out, slowly: for tests,
     through `set_isa`."""
     return tuple(native.emulated_isas())
 
 
 def isa() -> str:
-    """The instruction set in use: the best supported one until set."""
+    """Return the instruction set in use: the best supported one until set."""
     return native.isa()
 
 

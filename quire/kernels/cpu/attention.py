@@ -166,7 +166,7 @@ def native_cache(key_cache: Tensor, value_cache: Tensor) -> _native.KVCache:
 
 
 def check_batch(batch: AttentionBatch) -> int:
-    """The number of sequences; the extension checks the contents."""
+    """Return the number of sequences; the extension checks the contents."""
     num_sequences = batch.context_len.numel()
     require(
         batch.context_len.dim() == 1

@@ -15,7 +15,7 @@ ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def float_code(tensor: Tensor, name: str) -> int:
-    """The extension's number for the dtype; TypeError unless float32 or bfloat16."""
+    """Return the extension's number for the dtype; TypeError unless float32 or bfloat16."""
     code = FLOAT_CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"{name} is {tensor.dtype}; the CPU kernels take float32 and bfloat16")
@@ -23,7 +23,7 @@ def float_code(tensor: Tensor, name: str) -> int:
 
 
 def activation_code(activation: str) -> int:
-    """The extension's number for the activation; ValueError where it has none."""
+    """Return the extension's number for the activation; ValueError where it has none."""
     code = ACTIVATION_CODES.get(activation)
     if code is None:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}")
@@ -31,7 +31,7 @@ def activation_code(activation: str) -> int:
 
 
 def address(tensor: Tensor, name: str) -> int:
-    """The address of a contiguous CPU tensor."""
+    """Return the address of a contiguous CPU tensor."""
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}, not on the CPU")
     if not tensor.is_contiguous():
@@ -42,7 +42,7 @@ def address(tensor: Tensor, name: str) -> int:
 
 
 def heads_address(tensor: Tensor, name: str) -> int:
-    """The address of a CPU tensor [T, heads, D] whose last two dimensions are contiguous."""
+    """Return the address of a CPU tensor [T, heads, D] whose last two dimensions are contiguous."""
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}, not on the CPU")
     if tensor.dim() != 3:
@@ -57,7 +57,7 @@ def heads_address(tensor: Tensor, name: str) -> int:
 
 
 def indices_address(tensor: Tensor, name: str, count: int) -> int:
-    """The address of an int64 vector of `count` elements."""
+    """Return the address of an int64 vector of `count` elements."""
     if tensor.dtype != torch.int64:
         raise TypeError(f"{name} is {tensor.dtype}; expected int64")
     if tensor.shape != (count,):
@@ -66,7 +66,7 @@ def indices_address(tensor: Tensor, name: str, count: int) -> int:
 
 
 def int32_address(tensor: Tensor, name: str) -> int:
-    """The address of a contiguous int32 tensor."""
+    """Return the address of a contiguous int32 tensor."""
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name} is {tensor.dtype}; expected int32")
     return address(tensor, name)

@@ -15,7 +15,8 @@ or takes any."""
 
 
 def differences(module: ModuleType, stub: str) -> list[str]:
-    """What of the declarations in `stub` the module lacks or has otherwise, in a few words each."""
+    """Return what of the declarations in `stub` the module lacks or has otherwise, in a few words
+    each."""
     found = []
     for name, declared in _declared(ast.parse(stub).body).items():
         what = _find(module, name)

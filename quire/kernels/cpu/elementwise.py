@@ -35,7 +35,7 @@ def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
 
 
 def native_lookup(table: EmbeddingTable) -> _native.Lookup:
-    """The extension's view of a table; does not keep its memory alive."""
+    """Return the extension's view of a table; does not keep its memory alive."""
     if isinstance(table, PackedTable):
         return _native.Lookup(table.weight.native)
     if not isinstance(table, Tensor):
@@ -125,7 +125,7 @@ def _norm_width(x: Tensor, weight: Tensor) -> int:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether a tensor of any shape holds no NaN and no infinity."""
+    """Return whether a tensor of any shape holds no NaN and no infinity."""
     return _native.is_finite(address(x, "x"), float_code(x, "x"), x.numel())
 
 

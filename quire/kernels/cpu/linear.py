@@ -53,7 +53,7 @@ class PackedLayout:
         return self.native().num_bytes
 
     def native(self) -> _native.LinearWeight:
-        """The extension's form, attached to no memory yet."""
+        """Return the extension's form, attached to no memory yet."""
         return _native.LinearWeight(
             self.format,
             self.num_outputs,
@@ -122,7 +122,7 @@ def table_of(weight: PackedLinear) -> PackedTable | None:
 
 
 def _allocate(layout: PackedLayout, bias: Tensor | None) -> CpuLinear:
-    """The weight with its bytes still to be written."""
+    """Return the weight with its bytes still to be written."""
     own_bias = (
         None if bias is None else bias.detach().to("cpu", torch.float32, copy=True).contiguous()
     )
@@ -260,7 +260,7 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
 
 
 def linear_argmax(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
-    """Each row's largest output, which is all that is stored of them."""
+    """Return each row's largest output, which is all that is stored of them."""
     packed = _checked(x, weight)
     num_rows = x.shape[0]
     ids, values = (
@@ -305,7 +305,7 @@ def linear_draws(x: Tensor, weight: PackedLinear, draws: Draws) -> tuple[Tensor,
 
 
 def _checked(x: Tensor, weight: PackedLinear) -> CpuLinear:
-    """The weight, where it is ours and x fits it."""
+    """Return the weight, where it is ours and x fits it."""
     if not isinstance(weight, CpuLinear):
         raise TypeError(
             f"linear: the weight was packed by another back end ({type(weight).__name__})"

@@ -150,7 +150,7 @@ class _Writer:
         return native
 
     def _fields(self, operation: ops.Operation) -> dict[str, Any]:
-        """What the extension needs to know besides values."""
+        """Return what the extension needs to know besides values."""
         match operation:
             case ops.Embed(table=table, of=of):
                 return {

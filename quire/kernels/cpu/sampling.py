@@ -99,7 +99,8 @@ class NativeSampling:
 
 
 def gumbel_noise(seed: int, position: int, num_tokens: int) -> Tensor:
-    """The noise of tokens 0 ... num_tokens - 1 (float32); the draws use it without storing it."""
+    """Return the noise of tokens 0 ... num_tokens - 1 (float32); the draws use it without storing
+    it."""
     out = torch.empty(num_tokens, dtype=torch.float32)
     _native.sampling_noise(seed, position, num_tokens, out.data_ptr())
     return out

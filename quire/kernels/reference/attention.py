@@ -25,7 +25,7 @@ def write_kv(
 
 
 def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [..., D] as a cache of `dtype` keeps them."""
+    """Return rows [..., D] as a cache of `dtype` keeps them."""
     largest = LARGEST.get(dtype)
     if largest is None:
         return rows.to(dtype)
@@ -39,7 +39,7 @@ def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _loaded(stored: Tensor) -> Tensor:
-    """What stored rows count as, float32 [..., D]."""
+    """Return what stored rows count as, float32 [..., D]."""
     if stored.dtype not in LARGEST:
         return stored.float()
     head_size = head_size_of(stored)
@@ -90,7 +90,7 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """A sequence's cache as float32 [KV heads, context, D]."""
+    """Return a sequence's cache as float32 [KV heads, context, D]."""
     block_size = cache.shape[2]
     blocks = table[: -(-context // block_size)].long()
     rows = _raw(cache)[blocks].transpose(0, 1).flatten(1, 2)[:, :context].contiguous()

@@ -47,7 +47,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
+    """Return whether no element is NaN or infinite."""
     return bool(torch.isfinite(x).all())
 
 

@@ -161,7 +161,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
 
 
 def table_of(weight: PackedLinear) -> Tensor | None:
-    """The weight itself, which is kept as it came."""
+    """Return the weight itself, which is kept as it came."""
     return weight.weight if isinstance(weight, ReferenceLinear) else None
 
 
@@ -199,5 +199,5 @@ def linear_argmax(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
 
 
 def shape(tensor: Tensor | None) -> list[int] | None:
-    """A shape for messages."""
+    """Return a shape for messages."""
     return None if tensor is None else list(tensor.shape)

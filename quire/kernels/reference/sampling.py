@@ -71,7 +71,7 @@ def philox(
 
 
 def random_words(keys: Keys, vocab_size: int) -> Tensor:
-    """The 32-bit words of each key's tokens, int64 [n, V]."""
+    """Return the 32-bit words of each key's tokens, int64 [n, V]."""
     seed, position = keys.seed[:, None], keys.position[:, None]
     blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seed.device)
     counter = (
@@ -132,7 +132,7 @@ def weights(distance: Tensor) -> Tensor:
 
 
 def best_first(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V],
+    """Return the ids of the `count` largest of `values` [V],
     larger first and smaller id first among equals."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
@@ -204,8 +204,8 @@ class ReferenceSampling:
         return float(row[last]), last
 
     def _nucleus(self, row: Tensor, distance: Tensor, limit: int, target: int) -> int:
-        """How many of the `limit` best tokens it takes to weigh `target`; looks at few first,
-        as few are the rule."""
+        """Return how many of the `limit` best tokens it takes to weigh `target`; looks at few
+        first, as few are the rule."""
         count = min(limit, 64)
         while True:
             length = _prefix_len(weights(distance[best_first(row, count)]), target)
@@ -275,7 +275,8 @@ def _known_ids(token_ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def _is_kept(logits: Tensor, thresholds: FilterThresholds) -> Tensor:
-    """Which tokens of logits [..., V] are kept, with thresholds that broadcast against them."""
+    """Return which tokens of logits [..., V] are kept, with thresholds that broadcast against
+    them."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     above = (logits > thresholds.value) | (
         (logits == thresholds.value) & (ids <= thresholds.token_id)

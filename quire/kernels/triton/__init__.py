@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
-    """Why this back end cannot serve tensors of `dtype` on `device` ("cuda", "cuda:1");
+    """Return why this back end cannot serve tensors of `dtype` on `device` ("cuda", "cuda:1");
     empty where it can."""
     reasons = []
     name = str(dtype).removeprefix("torch.")
@@ -72,9 +72,9 @@ def _reasons_against_gpu(device: str) -> list[str]:
 def load(
     device: str = "cuda", *, is_invariant: bool = True, attention_module: str | None = None
 ) -> TritonKernels:
-    """The back end for one device; ConfigError says why it cannot run there. See `TritonKernels`
-    for `is_invariant`, and `library_attention` for the module whose attention takes the place of
-    the kernels'.
+    """Return the back end for one device; ConfigError says why it cannot run there. See
+    `TritonKernels` for `is_invariant`, and `library_attention` for the module whose attention takes
+    the place of the kernels'.
     """
     import torch
 

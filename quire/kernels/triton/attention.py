@@ -400,7 +400,7 @@ class _Launch:
         return self.query.shape[1] // self.key_cache.shape[1]
 
     def tile(self, num_sequences: int) -> Tile:
-        """A tall one where sequences, on average, have the rows to fill it:
+        """Return a tall one where sequences, on average, have the rows to fill it:
         what is computed of a row is the same in both."""
         tall, num_rows = self.figures.tall, self.query.shape[0] * triton.next_power_of_2(self.group)
         return tall if num_rows >= num_sequences * tall.block_m else self.figures.low

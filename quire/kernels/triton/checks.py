@@ -19,7 +19,7 @@ QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
 def launch_options(num_warps: int, num_stages: int = 2) -> dict[str, object]:
-    """Options of every launch: multiplications and additions round one by one, so that an
+    """Return options of every launch: multiplications and additions round one by one, so that an
     expression means the same bits in whichever kernel it stands. Matrix instructions are not
     concerned.
     """

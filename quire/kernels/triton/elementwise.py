@@ -255,7 +255,7 @@ def finite_rows(x: Tensor) -> Tensor:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether no element is NaN or infinite. Waits for the device."""
+    """Return whether no element is NaN or infinite. Waits for the device."""
     if not x.numel():
         return True
     return bool(finite_rows(x.reshape(1, -1) if x.dim() < 2 else x.reshape(-1, x.shape[-1])).all())

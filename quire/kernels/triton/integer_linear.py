@@ -254,7 +254,7 @@ def _scale(
 
 
 def is_for_library(packed: IntegerLinear, num_rows: int) -> bool:
-    """Whether the library computes the sums: of e4m3 with one scale per output,
+    """Return whether the library computes the sums: of e4m3 with one scale per output,
     from so many rows on."""
     least = packed.options.min_scaled_rows
     is_fit = (

@@ -19,7 +19,7 @@ import numpy as np
 
 
 def is_interpreted() -> bool:
-    """Whether Triton will interpret kernels on the CPU: its own variable,
+    """Return whether Triton will interpret kernels on the CPU: its own variable,
     read when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 

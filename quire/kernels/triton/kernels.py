@@ -157,7 +157,7 @@ class TritonKernels:
 
 
 def product_options(tuning: Tuning, device: torch.device, *, is_invariant: bool) -> ProductOptions:
-    """What the tuning file and the device allow."""
+    """Return what the tuning file and the device allow."""
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     if is_invariant:
         return ProductOptions(has_fp8=has_fp8)

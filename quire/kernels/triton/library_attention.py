@@ -133,6 +133,6 @@ class FlashInfer:
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """Positions to the left and to the right of a query that it sees beside its own; -1 for all,
-    as far as causality allows."""
+    """Return positions to the left and to the right of a query that it sees beside its own; -1 for
+    all, as far as causality allows."""
     return (-1, -1) if window is None else (window - 1, 0)

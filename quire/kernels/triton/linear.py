@@ -162,7 +162,7 @@ def _is_for_library(packed: FloatLinear, num_rows: int) -> bool:
 
 
 def _is_apart(packed: FloatLinear, num_rows: int) -> bool:
-    """Whether chunks are computed in parallel."""
+    """Return whether chunks are computed in parallel."""
     return packed.num_splits > 1 and num_rows <= packed.tuning.max_partial_rows
 
 
@@ -199,7 +199,7 @@ def _launch(
 
 
 def float_argmax(x: Tensor, packed: FloatLinear) -> tuple[Tensor, Tensor]:
-    """Each row's largest output: ids int64 [T], values float32 [T]."""
+    """Return each row's largest output: ids int64 [T], values float32 [T]."""
     check_inputs(x, packed)
     tuning, num_rows = packed.tuning, x.shape[0]
     if packed.num_splits > 1 or x.dtype != packed.weight.dtype:
@@ -219,7 +219,7 @@ def float_argmax(x: Tensor, packed: FloatLinear) -> tuple[Tensor, Tensor]:
 
 
 def _bias(packed: FloatLinear) -> Tensor:
-    """A tensor in any case: a kernel without bias does not look at it."""
+    """Return a tensor in any case: a kernel without bias does not look at it."""
     return packed.weight if packed.bias is None else packed.bias
 
 
@@ -240,7 +240,7 @@ def _check_alike(x: Tensor, packed: FloatLinear) -> None:
 
 
 def gated_code(packed: PackedLinear, activation: Activation) -> int:
-    """The activation's number; ValueError unless the weight is a pair."""
+    """Return the activation's number; ValueError unless the weight is a pair."""
     if packed.num_outputs % 2:
         raise ValueError(
             f"gated_linear: the weight has {packed.num_outputs} outputs; expected as many "

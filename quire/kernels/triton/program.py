@@ -50,8 +50,8 @@ class TritonProgram(Interpreter):
 
 
 def is_one_kernel(operation: ops.PrepareHeads) -> bool:
-    """Whether `enter` has all that happens to the heads: norms of single heads, both or neither,
-    and the cache write."""
+    """Return whether `enter` has all that happens to the heads: norms of single heads, both or
+    neither, and the cache write."""
     norms = [operation.norm_of("queries"), operation.norm_of("keys")]
     found = [norm for norm in norms if norm is not None]
     are_of_heads = all(

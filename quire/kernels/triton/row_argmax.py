@@ -50,7 +50,7 @@ def row_argmax_kernel(
 
 
 def argmax_of_rows(values: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ids int64 [R] and values float32 [R] of the largest of each row of float32 [R, C]."""
+    """Return ids int64 [R] and values float32 [R] of the largest of each row of float32 [R, C]."""
     num_rows, num_columns = values.shape
     best_values = torch.empty(num_rows, dtype=torch.float32, device=values.device)
     best_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)

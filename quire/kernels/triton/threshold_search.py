@@ -415,7 +415,7 @@ def settle_kernel(
 
 
 def spread(num_rows: int, size: int, block: int) -> tuple[int, tuple[int, int]]:
-    """Blocks in a chunk, and a grid of rows times chunks."""
+    """Return blocks in a chunk, and a grid of rows times chunks."""
     num_blocks = triton.cdiv(triton.cdiv(size, block), max(1, NUM_PROGRAMS // num_rows))
     return num_blocks, (num_rows, triton.cdiv(size, num_blocks * block))
 

@@ -118,7 +118,7 @@ class Tuning:
 
     @classmethod
     def read(cls, path: Path) -> Tuning:
-        """A data file; a missing or unknown key raises TypeError or KeyError."""
+        """Return a data file; a missing or unknown key raises TypeError or KeyError."""
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         linear = {
             key: LinearTuning(**data.pop(key)) for key in ("linear", "wide_linear", "integer")
@@ -137,7 +137,7 @@ class Tuning:
 
 
 def tuning_for(device: torch.device) -> Tuning:
-    """The file that is named like the device ("nvidia_h200.json" for "NVIDIA H200"),
+    """Return the file that is named like the device ("nvidia_h200.json" for "NVIDIA H200"),
     else `default.json`."""
     if is_interpreted():
         return Tuning.read(FOLDER / "interpreter.json")

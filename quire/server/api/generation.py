@@ -256,8 +256,8 @@ class GenerationRun:
         self._tasks.append(asyncio.create_task(self._await_disconnect(receive)))
 
     async def get(self, wait_s: float | None = None, pass_on: PassOn | None = None) -> Item | None:
-        """The next output; None if there is none within `wait_s`. Raises what ended the run early;
-        not to be called when it `is_over`.
+        """Return the next output; None if there is none within `wait_s`. Raises what ended the run
+        early; not to be called when it `is_over`.
 
         What comes while this waits is offered to `pass_on` and goes past whoever waits if that
         takes it, in order; a job's last output is not offered.
@@ -284,7 +284,7 @@ class GenerationRun:
         return self._items.popleft() if self._items else None
 
     async def collect(self) -> list[RequestOutput]:
-        """Every job's last output, in order."""
+        """Return every job's last output, in order."""
         outputs: dict[int, RequestOutput] = {}
         while not self.is_over:
             item = await self.get()
@@ -348,7 +348,7 @@ class GenerationRun:
         self._news.set()
 
     def _has_passed_on(self, number: int, output: RequestOutput) -> bool:
-        """Whether an output needs nobody to be woken: it was taken where it came in,
+        """Return whether an output needs nobody to be woken: it was taken where it came in,
         or the run has failed."""
         if self._pass_on is None or self._items:
             return False
@@ -448,7 +448,7 @@ class GenerationRun:
         self._news.set()
 
     def _patience(self, now: float, give_up_s: float | None) -> float:
-        """Seconds until something must be looked at again."""
+        """Return seconds until something must be looked at again."""
         moments = [give_up_s, self._call.deadline_s]
         if not self._ticket.has_started and self._call.queue_deadline_s is not None:
             # Past that, whether it still waits is looked at twice a second.
@@ -474,7 +474,7 @@ class GenerationRun:
 
 
 def _error_of(output: RequestOutput) -> ApiError | None:
-    """What an output says went wrong, if it does."""
+    """Return what an output says went wrong, if it does."""
     reasons = {completion.finish_reason for completion in output.outputs}
     # nobody's mistake but the sender's, though it shows only under way
     if output.error == NO_TOKEN_LEFT:

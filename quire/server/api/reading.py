@@ -58,8 +58,8 @@ class Reading:
         return AnswerReader(self)
 
     def constraints(self, form: StructuredOutputsParams | None, param: str) -> dict[str, Any]:
-        """The sampling parameters that the reading, and the form that `param` asks for, need.
-        Raises ApiError 400."""
+        """Return the sampling parameters that the reading, and the form that `param` asks for,
+        need. Raises ApiError 400."""
         given: dict[str, Any] = {"structured_outputs": form}
         grammar = None if self.tools is None else self.tools.grammar
         if grammar is not None and form is not None and not self.is_call:
@@ -84,13 +84,13 @@ class Reading:
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
-    """Whether a form is JSON, before which there may be thoughts and
+    """Return whether a form is JSON, before which there may be thoughts and
     beside which there may be calls."""
     return form.wire.kind in ("json", "json_compact")
 
 
 def _either(form: str, calls: str) -> Grammar:
-    """Two grammars of ours, each of which ends with the rule `start`, as alternatives."""
+    """Return two grammars of ours, each of which ends with the rule `start`, as alternatives."""
     (one, _, first), (other, _, second) = form.rpartition("start: "), calls.rpartition("start: ")
     return Grammar("lark", f"{one}{other}answer: {first} | {second}\nstart: answer")
 
@@ -101,8 +101,8 @@ def _json_grammar(wire: Grammar) -> str:
 
 
 def _behind_thoughts(text: str, marks: Marks, is_inside: bool) -> Grammar:
-    """A grammar of ours, which ends with the rule `start`, with room for thoughts before it, which
-    a prompt that has begun them demands.
+    """Return a grammar of ours, which ends with the rule `start`, with room for thoughts before it,
+    which a prompt that has begun them demands.
     """
     rules, _, start = text.rpartition("start: ")
     end = lark_literal(marks.form.end)
@@ -143,7 +143,7 @@ class AnswerReader:
         return self._num_counted if self._thoughts is not None and self._thoughts.has_begun else 0
 
     def feed(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[Event]:
-        """What a piece of the answer brings."""
+        """Return what a piece of the answer brings."""
         if self._is_counting:
             self._count(token_ids)
         if self._thoughts is None:

@@ -35,7 +35,8 @@ Asked = tuple[str, Mapping[str, Any]]
 
 
 async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
-    """The one form that is asked for, if any, and known to be possible. Raises ApiError 400."""
+    """Return the one form that is asked for, if any, and known to be possible. Raises ApiError
+    400."""
     if not asked:
         return None
     if len(asked) > 1:
@@ -56,7 +57,7 @@ async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
 
 
 def asks_for_json(asked: list[Asked]) -> bool:
-    """Whether JSON is requested, beside which an answer may be a call instead."""
+    """Return whether JSON is requested, beside which an answer may be a call instead."""
     return any(
         values.get(name)
         for _, values in asked
@@ -66,7 +67,7 @@ def asks_for_json(asked: list[Asked]) -> bool:
 
 
 def from_response_format(value: object, param: str = "response_format") -> list[Asked]:
-    """What a chat's `response_format` asks for."""
+    """Return what a chat's `response_format` asks for."""
     if value is None:
         return []
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -92,7 +93,7 @@ def from_response_format(value: object, param: str = "response_format") -> list[
 
 
 def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
-    """A schema with a name, as OpenAI wants it. Answers always have the form,
+    """Return a schema with a name, as OpenAI wants it. Answers always have the form,
     and no keys that it does not declare."""
     name, schema, strict = value.get("name"), value.get("schema"), value.get("strict")
     if not isinstance(name, str) or not NAME.match(name):
@@ -112,7 +113,7 @@ def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
 
 
 def from_guided(request: object) -> list[Asked]:
-    """What vLLM's fields ask for, its older ones too."""
+    """Return what vLLM's fields ask for, its older ones too."""
     asked: list[Asked] = []
     for name, form in GUIDED.items():
         value = getattr(request, name)
@@ -125,7 +126,7 @@ def from_guided(request: object) -> list[Asked]:
 
 
 def _renamed(error: InvalidParameterError, param: str) -> ApiError:
-    """The error under the name of the field that asked."""
+    """Return the error under the name of the field that asked."""
     _, _, problem = str(error).partition(": ")
     shown = error.param if param == "structured_outputs" and error.param else param
     return bad_request(f"{shown}: {problem}", param=shown)

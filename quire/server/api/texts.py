@@ -96,7 +96,7 @@ class Texts:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Token ids of a raw prompt; `parse_special` reads the names of
+        """Return token ids of a raw prompt; `parse_special` reads the names of
         special tokens as the tokens."""
         tokenizer = self.tokenizer
         self._check_chars(len(text))
@@ -110,7 +110,7 @@ class Texts:
     async def encode_many(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of raw prompts, a group of them after the other,
+        """Return token ids of raw prompts, a group of them after the other,
         so that others' texts have their turn in between."""
         if not texts:
             return []
@@ -134,7 +134,7 @@ class Texts:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> tuple[str, list[int]]:
-        """The rendered prompt and its token ids; special tokens that users
+        """Return the rendered prompt and its token ids; special tokens that users
         spelt out stay plain text."""
         tokenizer, template = self.tokenizer, self._template
         if template is None:
@@ -178,7 +178,7 @@ class Texts:
         return self._template.source if self._template is not None else ""
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         tokenizer = self.tokenizer
         # most mistakes are found here, without a thread
         self.check_ids(token_ids[:_INLINE_CHARS], "tokens")
@@ -190,7 +190,7 @@ class Texts:
         return await self.work(4 * len(token_ids), decode)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The same for ids that were checked, at once."""
+        """Return the same for ids that were checked, at once."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -208,8 +208,8 @@ class Texts:
     def truncate(
         self, token_ids: list[int], keep: int | None, side: str | None = None
     ) -> list[int]:
-        """The last `keep` tokens, or the first ones where the `side` to cut is "right"; none of
-        them with 0.
+        """Return the last `keep` tokens, or the first ones where the `side` to cut is "right"; none
+        of them with 0.
 
         -1 keeps what the context holds beside one token of output.
         """
@@ -223,8 +223,8 @@ class Texts:
     def max_tokens(
         self, num_prompt_tokens: int, wanted: int | None, *, default: int | None, param: str
     ) -> int:
-        """Output tokens of a request: what it wants if that fits, else `default` or the rest of the
-        context.
+        """Return output tokens of a request: what it wants if that fits, else `default` or the rest
+        of the context.
 
         Raises ApiError 400 `context_length_exceeded` where the prompt, or the prompt and an
         explicit wish, do not fit.
@@ -278,7 +278,7 @@ def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
-    """All characters of all messages, wherever they are:
+    """Return all characters of all messages, wherever they are:
     calls and their arguments count as the contents do."""
     num_chars, left = 0, list[Any](messages)
     while left:
@@ -296,8 +296,8 @@ def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def effort_kwargs(source: str, effort: str) -> dict[str, Any]:
-    """What a chat template is told of a wished effort of reasoning, as vLLM tells it: its degree,
-    and whether to think at all.
+    """Return what a chat template is told of a wished effort of reasoning, as vLLM tells it: its
+    degree, and whether to think at all.
 
     Empty for a template that knows neither.
     """
@@ -306,7 +306,7 @@ def effort_kwargs(source: str, effort: str) -> dict[str, Any]:
 
 
 def read_template(path: str | None) -> str | None:
-    """The operator's chat template, where there is one. Raises ConfigError."""
+    """Return the operator's chat template, where there is one. Raises ConfigError."""
     if path is None:
         return None
     try:

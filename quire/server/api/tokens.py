@@ -57,7 +57,7 @@ class Tokens:
         self._api = api
 
     async def tokenize(self, request: Request) -> Response:
-        """The ids that the engine would see for a prompt or a chat."""
+        """Return the ids that the engine would see for a prompt or a chat."""
         body = await read_json(request, TokenizeRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
         texts = self._api.texts
@@ -96,7 +96,7 @@ class Tokens:
         return await off_loop(16 * len(token_ids), show)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         body = await read_json(request, DetokenizeRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
         most = max(_MAX_DECODED, self._api.texts.max_model_len)

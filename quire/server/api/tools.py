@@ -68,7 +68,7 @@ class ToolShape:
     """Keys that are shown to the model; None for all."""
 
     def shown(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool that holds a function's fields itself, in the form that templates read,
+        """Return a tool that holds a function's fields itself, in the form that templates read,
         its keys in their order."""
         fields = {
             ("parameters" if name == self.schema else name): value
@@ -112,7 +112,8 @@ class ToolUse:
 
 
 def call_id(form: ToolFormat, prefix: str = "call") -> str:
-    """An id that no other call has; Mistral's templates want exactly nine letters and digits."""
+    """Return an id that no other call has; Mistral's templates want exactly nine letters and
+    digits."""
     if form.name == "mistral":
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"{prefix}_{secrets.token_hex(12)}"
@@ -125,8 +126,8 @@ async def settle_tools(
     *,
     has_form: bool = False,
 ) -> ToolUse | None:
-    """What the functions of a request and its demand come to; None where no call can come. Raises
-    ApiError 400.
+    """Return what the functions of a request and its demand come to; None where no call can come.
+    Raises ApiError 400.
 
     `model` is the notation of the model's calls, if known, and the id of its marker where that is a
     special token. With `has_form` an answer that is text has a form, so the grammar is one of calls
@@ -165,7 +166,8 @@ async def settle_tools(
 
 
 def functions_of(tools: Any, shape: ToolShape) -> list[Function]:
-    """The functions that a request offers. Raises ApiError 400 naming what is wrong with them."""
+    """Return the functions that a request offers. Raises ApiError 400 naming what is wrong with
+    them."""
     if tools is None or tools == []:
         return []
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
@@ -208,8 +210,8 @@ def _function(fields: Any, where: str, schema: str) -> Function:
 
 
 async def _schemas(functions: Sequence[Function]) -> list[str]:
-    """The schemas that calls' arguments are held to. Only of a strict function must it be one that
-    can be enforced.
+    """Return the schemas that calls' arguments are held to. Only of a strict function must it be
+    one that can be enforced.
 
     No function has parameters that it does not declare, unless it says so, and models that may name
     others go on doing so.
@@ -250,7 +252,7 @@ def _any_arguments(function: Function, error: InvalidParameterError) -> str:
 
 
 def _shown(function: Function) -> dict[str, Any]:
-    """A function as templates read it."""
+    """Return a function as templates read it."""
     return function.shown or {"type": "function", "function": {"name": function.name}}
 
 
@@ -300,7 +302,7 @@ def _grammar(
 
 
 def _literal_regex(text: str) -> str:
-    """A regular expression of this text alone; a backslash before `<`
+    """Return a regular expression of this text alone; a backslash before `<`
     would mean the edge of a word."""
     return "".join(
         char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text

@@ -35,7 +35,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises ApiError 413 above `max_bytes`, 408 after `timeout_s`,
+    """Return the whole body. Raises ApiError 413 above `max_bytes`, 408 after `timeout_s`,
     ClientDisconnect when it breaks off."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -76,7 +76,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
-    """The body as a `kind`. Fields that `kind` does not have are recorded in the call,
+    """Return the body as a `kind`. Fields that `kind` does not have are recorded in the call,
     or refused where `is_strict`."""
     try:
         body = await request.body()
@@ -145,7 +145,7 @@ def _num_parts(body: bytes) -> int:
 
 @cache
 def _without_others(kind: type[_T]) -> type[_T]:
-    """The same record, which refuses unknown fields: as a rule there are none,
+    """Return the same record, which refuses unknown fields: as a rule there are none,
     and then decoding once will do."""
     return cast(
         type[_T], msgspec.defstruct(kind.__name__, (), bases=(kind,), forbid_unknown_fields=True)
@@ -184,7 +184,7 @@ def _nested_unknown(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
 
 @cache
 def _nested_fields(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """A record of those fields of `kind` that hold records, undecoded."""
+    """Return a record of those fields of `kind` that hold records, undecoded."""
     nested = [field for field in _fields_of(kind) if _holds_records(field.type)]
     fields: list[Any] = [(field.name, Any, None) for field in nested]
     return msgspec.defstruct(
@@ -248,7 +248,7 @@ def convert_part(data: Any, kind: type[_T], where: str) -> _T:
 
 
 def convert(data: Any, kind: type[_T]) -> _T:
-    """A record from data that was decoded already (a part of a body).
+    """Return a record from data that was decoded already (a part of a body).
     Raises ApiError 400 naming the field."""
     try:
         return msgspec.convert(data, kind)

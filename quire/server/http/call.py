@@ -61,7 +61,7 @@ class Call:
 
 
 def _as_header(names: Sequence[str]) -> str:
-    """Names that a client made up, as a header may hold them: what is no visible ASCII is
+    """Return names that a client made up, as a header may hold them: what is no visible ASCII is
     percent-encoded, a name without characters is `""`, and those that do not fit are left out. One
     wrong character, or a space at the end, and the answer could not be sent.
     """
@@ -82,11 +82,11 @@ def attach(scope: Scope, call: Call) -> None:
 
 
 def call_of(request: Request) -> Call:
-    """The call of a request that came through the gate."""
+    """Return the call of a request that came through the gate."""
     return call_in(request.scope)
 
 
 def call_in(scope: Scope) -> Call:
-    """The same, where there is no more than the scope."""
+    """Return the same, where there is no more than the scope."""
     call: Call = scope[_SCOPE_KEY]
     return call

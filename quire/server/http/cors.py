@@ -67,8 +67,8 @@ class Cors:
         ]
 
     def preflight(self, method: str, fields: Mapping[bytes, bytes]) -> Headers | None:
-        """What the answer to a preflight has besides `headers`; None where this is none, or where
-        CORS is off.
+        """Return what the answer to a preflight has besides `headers`; None where this is none, or
+        where CORS is off.
 
         Raises ApiError 403 for an origin that is not allowed.
         """

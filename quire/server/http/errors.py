@@ -93,7 +93,7 @@ class ApiError(Exception):
         return {"type": "error", "error": error, "request_id": request_id}
 
     def encode(self) -> bytes:
-        """The body as JSON."""
+        """Return the body as JSON."""
         return msgspec.json.encode(self.body())
 
 
@@ -127,7 +127,7 @@ def internal_error() -> ApiError:
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """The answer to any exception. Only `QuireError`s are quoted,
+    """Return the answer to any exception. Only `QuireError`s are quoted,
     since only they are written for users."""
     if isinstance(error, ApiError):
         return error

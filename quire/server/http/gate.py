@@ -105,7 +105,8 @@ class Gate:
         await self._app(scope, receive, exchange.send)
 
     async def _bounded(self, exchange: _Exchange) -> Receive:
-        """A `receive` that gives the whole body at once, then waits for the client to leave."""
+        """Return a `receive` that gives the whole body at once, then waits for the client to
+        leave."""
         if exchange.fields.get(b"content-encoding", b"identity").lower() != b"identity":
             raise ApiError(
                 415,
@@ -218,7 +219,7 @@ class _Exchange:
             self._gate.finished(self)
 
     async def receive(self) -> Message:
-        """What the client sends next, whoever reads it."""
+        """Return what the client sends next, whoever reads it."""
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
             self.is_body_read = True
@@ -267,7 +268,7 @@ class _Exchange:
 
 
 def _dropping(receive: Receive) -> Receive:
-    """A body whose bytes are thrown away as they come."""
+    """Return a body whose bytes are thrown away as they come."""
 
     async def receive_nothing() -> Message:
         message = await receive()
@@ -313,13 +314,14 @@ def _check_size(scope: Scope, fields: Fields) -> None:
 
 
 def _declared_len(fields: Fields) -> int:
-    """What `content-length` says; more than any limit where that is no number of bytes."""
+    """Return what `content-length` says; more than any limit where that is no number of bytes."""
     value = fields.get(b"content-length", b"0")
     return int(value) if value.isdigit() and len(value) <= 18 else 1 << 62
 
 
 def _presented_key(headers: Headers) -> bytes:
-    """The one key that the headers give, or b"". Anthropic's clients send it as `x-api-key`."""
+    """Return the one key that the headers give, or b"". Anthropic's clients send it as
+    `x-api-key`."""
     bearer = [value for name, value in headers if name == b"authorization"]
     plain = [value for name, value in headers if name == b"x-api-key"]
     if len(bearer) + len(plain) != 1:
@@ -338,7 +340,7 @@ def _request_id(fields: Fields) -> str:
 
 
 def _trace_parent(fields: Fields) -> str | None:
-    """The header `traceparent` where it looks like one; whoever traces reads it."""
+    """Return the header `traceparent` where it looks like one; whoever traces reads it."""
     value = fields.get(b"traceparent", b"")
     return value.decode() if _TRACE_PARENT.match(value) else None
 
@@ -354,7 +356,7 @@ def _set_deadlines(call: Call, fields: Fields, config: ApiConfig) -> None:
 
 
 def _seconds(name: str, fields: Fields, most: float) -> float:
-    """What the header `name` says, and `most` at most."""
+    """Return what the header `name` says, and `most` at most."""
     value = fields.get(name.encode())
     if value is None:
         return most

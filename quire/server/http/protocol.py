@@ -179,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("a head without its end")
 
     def _scope(self, method: bytes, target: bytes, version: bytes) -> dict[str, Any]:
-        """What ASGI says of a request. The path is as it was sent:
+        """Return what ASGI says of a request. The path is as it was sent:
         that of `http://x/livez` is not `/livez`."""
         raw_path, _, query = target.partition(b"?")
         path = raw_path.decode("ascii")
@@ -373,7 +373,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _is_hopeless(data: bytes, begin: int) -> bool:
-    """Whether an unfinished head, whose request line is at `begin`, can never become one."""
+    """Return whether an unfinished head, whose request line is at `begin`, can never become one."""
     line_end = data.find(b"\n", begin)
     return _BEGINNING.match(data) is None or (
         line_end > 0 and data[line_end - 1 : line_end] != b"\r"
@@ -407,7 +407,7 @@ def _send_at_once(transport: asyncio.Transport) -> None:
 
 
 def protocol_for(config: ApiConfig) -> type[BoundedProtocol]:
-    """The protocol class of one server."""
+    """Return the protocol class of one server."""
     return type("ConfiguredProtocol", (BoundedProtocol,), {"api_config": config})
 
 

@@ -65,14 +65,14 @@ def read_query(scope: Scope, kind: type[msgspec.Struct]) -> None:
 
 
 def query_of(request: Request, kind: type[_T]) -> _T:
-    """What was read, by a route that declared `kind`."""
+    """Return what was read, by a route that declared `kind`."""
     query = request.scope[_SCOPE_KEY]
     assert isinstance(query, kind)
     return query
 
 
 def whole_number(name: str, text: str, least: int, most: int) -> int:
-    """A number of a URL's query or path. Raises ApiError 400."""
+    """Return a number of a URL's query or path. Raises ApiError 400."""
     if not _WHOLE_NUMBER.match(text) or not least <= int(text) <= most:
         raise bad_request(
             f"{name}: it must be a whole number from {least} to {most}",
@@ -84,7 +84,7 @@ def whole_number(name: str, text: str, least: int, most: int) -> int:
 
 @cache
 def _readers(kind: type[msgspec.Struct]) -> dict[str, Callable[[str, str], Any]]:
-    """How each parameter is read."""
+    """Return how each parameter is read."""
     record = inspect.type_info(kind)
     assert isinstance(record, inspect.StructType)
     return {each.name: _reader(each.type) for each in record.fields}

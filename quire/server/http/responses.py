@@ -61,19 +61,19 @@ class StreamEvent(NamedTuple):
 
 
 def json_response(call: Call, body: Any) -> Response:
-    """A complete answer."""
+    """Return a complete answer."""
     return Response(
         _encode(body), headers={"content-type": "application/json", **call.response_headers()}
     )
 
 
 def data_event(body: Any) -> bytes:
-    """An event without a name, as OpenAI's completions send them."""
+    """Return an event without a name, as OpenAI's completions send them."""
     return b"data: " + _encode(body) + b"\n\n"
 
 
 def named_event(name: str, body: Any) -> bytes:
-    """An event with a name, as OpenAI's responses and Anthropic's messages send them."""
+    """Return an event with a name, as OpenAI's responses and Anthropic's messages send them."""
     return b"event: " + name.encode() + b"\ndata: " + _encode(body) + b"\n\n"
 
 
@@ -88,7 +88,7 @@ class TextEvent:
         self._before, self._after = make(_PLACEHOLDER).split(_encode(_PLACEHOLDER))
 
     def around(self, text: str) -> bytes:
-        """What `make` would give for `text`."""
+        """Return what `make` would give for `text`."""
         return b"".join((self._before, _encode(text), self._after))
 
 
@@ -97,16 +97,16 @@ class Events(Protocol):
     in the order in which they are to be sent."""
 
     def take(self, number: int, output: RequestOutput) -> bytes:
-        """The events of the next output of job `number`;
+        """Return the events of the next output of job `number`;
         empty where there is nothing to show yet."""
         ...
 
     def end(self) -> bytes:
-        """The last events, after every output has been taken."""
+        """Return the last events, after every output has been taken."""
         ...
 
     def fail(self, error: ApiError) -> bytes:
-        """The last events of a stream that failed."""
+        """Return the last events of a stream that failed."""
         ...
 
 
@@ -115,7 +115,7 @@ class EventWriter(Protocol):
     without waking a task."""
 
     def can_write(self) -> bool:
-        """Whether the connection takes more now; if not,
+        """Return whether the connection takes more now; if not,
         only ASGI's `send` may wait until it does."""
         ...
 
@@ -180,7 +180,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self) -> bytes:
-        """What is to be sent next, beside what `_pass_on` sends meanwhile;
+        """Return what is to be sent next, beside what `_pass_on` sends meanwhile;
         nothing after the end."""
         run = self._run
         pass_on = None if self._writer is None else self._pass_on
@@ -205,7 +205,7 @@ class EventStream(Response):
         return self._events.end() if is_last else b""
 
     async def _events_of(self, number: int, output: RequestOutput) -> bytes:
-        """An output's events; those of a job's first one, which may show a whole prompt,
+        """Return an output's events; those of a job's first one, which may show a whole prompt,
         are made beside the event loop."""
         size = 0 if number in self._begun else answer_chars(output)
         self._begun.add(number)
@@ -228,7 +228,7 @@ class EventStream(Response):
 def timings(
     metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int
 ) -> dict[str, float | int | str | None]:
-    """Where a request's time went, in milliseconds, and why it waited."""
+    """Return where a request's time went, in milliseconds, and why it waited."""
 
     def span_ms(start_s: float | None, end_s: float | None) -> float | None:
         return (
@@ -257,7 +257,8 @@ def timings(
 
 
 def _queue_reason(metrics: RequestMetrics) -> str | None:
-    """Why steps were planned without it; None where it was in the first that it could be in."""
+    """Return why steps were planned without it; None where it was in the first that it could be
+    in."""
     if metrics.waited_for is not None:
         return metrics.waited_for
     return "others before it in the order of service" if metrics.num_waited_steps > 0 else None

@@ -106,7 +106,7 @@ class Inspector:
             self._num_asking -= 1
 
     def _disguised(self, inspection: Inspection) -> Inspection:
-        """The same without anybody's names, and without reasons that hold some."""
+        """Return the same without anybody's names, and without reasons that hold some."""
         replace = dataclasses.replace
         base = inspection.base
         if base is not None:
@@ -140,7 +140,7 @@ class Inspector:
 
 
 def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[str]:
-    """What each token adds to the text; a character that is made of several tokens' bytes
+    """Yield what each token adds to the text; a character that is made of several tokens' bytes
     belongs to the last of them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token_id in token_ids:

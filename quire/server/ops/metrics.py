@@ -192,7 +192,7 @@ class Metrics:
         self._registry.register(_Counts(prefix, model_name, self._counts))
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def http_finished(self, method: str, path: str, status: int, elapsed_s: float) -> None:
@@ -382,7 +382,7 @@ class _Live(Collector):
         self._admission = admission
 
     def collect(self) -> Iterable[Metric]:
-        """Everything as of now."""
+        """Return everything as of now."""
         status = self._client.status()
         yield from (
             self._gauge(
@@ -457,7 +457,7 @@ class _Live(Collector):
         return family
 
     def _step_sizes(self, status: EngineStatus) -> Metric:
-        """The histogram that the scheduler keeps: steps by the power of
+        """Return the histogram that the scheduler keeps: steps by the power of
         two that bounds their tokens."""
         text = "Tokens computed in one step."
         return self._powers(
@@ -469,7 +469,7 @@ class _Live(Collector):
         )
 
     def _step_durations(self, status: EngineStatus) -> Metric:
-        """The same for the durations of steps that are bounded by time."""
+        """Return the same for the durations of steps that are bounded by time."""
         text = "Durations of steps, where they are bounded by time."
         return self._powers(
             "step_time_seconds", text, status.num_steps_by_duration, 0.001, status.measured_step_s
@@ -478,7 +478,7 @@ class _Live(Collector):
     def _powers(
         self, name: str, text: str, counts: Sequence[int], unit: float, total: float
     ) -> Metric:
-        """A histogram whose buckets end at `unit` times powers of two."""
+        """Return a histogram whose buckets end at `unit` times powers of two."""
         sums = list(accumulate(counts or (0,)))
         buckets = [
             (str(unit * (1 << place)), float(count)) for place, count in enumerate(sums[:-1])

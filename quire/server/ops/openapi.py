@@ -90,7 +90,7 @@ class ApiRoute(Route):
 
 
 def _with_query(endpoint: Endpoint, kind: type[msgspec.Struct]) -> Endpoint:
-    """The endpoint behind a judge of its query, whose findings every answer names,
+    """Return the endpoint behind a judge of its query, whose findings every answer names,
     whatever it is made of."""
 
     @functools.wraps(endpoint)
@@ -107,7 +107,7 @@ def _with_query(endpoint: Endpoint, kind: type[msgspec.Struct]) -> Endpoint:
 
 
 def document(operations: Sequence[ApiRoute]) -> bytes:
-    """The document, as JSON."""
+    """Return the document, as JSON."""
     kinds = list({each.body_kind: None for each in operations if isinstance(each.body_kind, type)})
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     bodies = dict(zip(kinds, references, strict=True))

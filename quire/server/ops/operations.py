@@ -40,7 +40,7 @@ class Operations:
         return json_response(call_of(request), {"status": "ready"})
 
     async def progress(self, request: Request) -> Response:
-        """Numbers that show whether the engine makes progress."""
+        """Return numbers that show whether the engine makes progress."""
         status = self._api.client.status()
         num_queued, num_queued_tokens = self._api.admission.queue()
         numbers: dict[str, Any] = {
@@ -60,11 +60,11 @@ class Operations:
         return json_response(call_of(request), numbers)
 
     async def load(self, request: Request) -> Response:
-        """Requests in flight, in vLLM's form."""
+        """Return requests in flight, in vLLM's form."""
         return json_response(call_of(request), {"server_load": self._api.admission.num_in_flight})
 
     async def version(self, request: Request) -> Response:
-        """The version of the server."""
+        """Return the version of the server."""
         return json_response(call_of(request), {"version": quire.__version__})
 
     async def metrics(self, request: Request) -> Response:
@@ -75,7 +75,7 @@ class Operations:
         )
 
     async def usage(self, request: Request) -> Response:
-        """What the asking tenant has used since the server started, and what it may."""
+        """Return what the asking tenant has used since the server started, and what it may."""
         tenant = call_of(request).tenant
         use = self._api.admission.uses[tenant.name]
         body = {

@@ -35,7 +35,7 @@ _PARAMETERS = {
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for traces, in OpenTelemetry's own words."""
+    """Return whether the environment asks for traces, in OpenTelemetry's own words."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip()
@@ -44,7 +44,7 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def provider_of(environment: Mapping[str, str]) -> TracerProvider | None:
-    """A provider as the environment wants it, or None where it wants none.
+    """Return a provider as the environment wants it, or None where it wants none.
     Raises ConfigError where it cannot be had."""
     if not is_wanted(environment):
         return None
@@ -65,7 +65,7 @@ def provider_of(environment: Mapping[str, str]) -> TracerProvider | None:
 
 
 def _exporter(name: str, environment: Mapping[str, str]) -> Any:
-    """An exporter; it reads the rest of the environment by itself."""
+    """Return an exporter; it reads the rest of the environment by itself."""
     if name == "console":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
@@ -88,7 +88,7 @@ def _exporter(name: str, environment: Mapping[str, str]) -> Any:
 
 
 def tracer_of(environment: Mapping[str, str], model: str) -> RequestTracer | None:
-    """A tracer as the environment wants it, or None where it wants none.
+    """Return a tracer as the environment wants it, or None where it wants none.
     Raises ConfigError where it cannot be had."""
     provider = provider_of(environment)
     return None if provider is None else RequestTracer(provider, model)

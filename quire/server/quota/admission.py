@@ -114,7 +114,7 @@ class AdmissionControl:
             self._check(tenant, 0)
 
     def has_room(self, tenant: Tenant) -> bool:
-        """Whether a small request of `tenant` would be taken now, for who can wait:
+        """Return whether a small request of `tenant` would be taken now, for who can wait:
         nothing is refused or counted."""
         try:
             self._check_tenant(tenant, self.uses[tenant.name], 0)
@@ -127,7 +127,7 @@ class AdmissionControl:
         return tenant.max_concurrency is not None or tenant.has_rates
 
     def rate_headers(self, tenant: Tenant) -> dict[str, str]:
-        """What is left of a tenant's rates, in OpenAI's headers; none where it has none."""
+        """Return what is left of a tenant's rates, in OpenAI's headers; none where it has none."""
         use, now = self.uses.get(tenant.name), self._clock()
         return (
             {}
@@ -172,7 +172,8 @@ class AdmissionControl:
         use.tokens.use(num_output_tokens - num_cached_tokens)
 
     def is_queued(self, ticket: Ticket) -> bool:
-        """Whether a request still waits for its first step, as far as can be told from outside."""
+        """Return whether a request still waits for its first step, as far as can be told from
+        outside."""
         return not ticket.has_started and any(
             each is ticket for each in self._queued(self._num_running())
         )
@@ -192,7 +193,8 @@ class AdmissionControl:
         return self._counted[1]
 
     def _queued(self, num_running: int) -> list[Ticket]:
-        """The latest arrivals beyond the sequences that the engine computes, newest first."""
+        """Return the latest arrivals beyond the sequences that the engine computes, newest
+        first."""
         excess = self._num_sequences - num_running
         queued: list[Ticket] = []
         for ticket in reversed(self._tickets):
@@ -225,7 +227,7 @@ class AdmissionControl:
         )
 
     def _queue_wait_s(self, num_requests: int) -> float:
-        """When half of the queue will have been served, at the rate of late:
+        """Return when half of the queue will have been served, at the rate of late:
         others come back then, too."""
         now = self._clock()
         while self._finished_s and now - self._finished_s[0] > _RATE_WINDOW_S:

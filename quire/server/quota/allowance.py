@@ -18,7 +18,8 @@ class Allowance:
         self._at_s = now_s
 
     def left(self, now_s: float) -> float:
-        """What may be used now; below 0 after an answer that was longer than what was left."""
+        """Return what may be used now; below 0 after an answer that was longer than what was
+        left."""
         if self.per_minute is not None:
             self._left = min(
                 float(self.per_minute),
@@ -32,7 +33,7 @@ class Allowance:
         self._left -= amount
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until `amount` may be used; 0 for now."""
+        """Return seconds until `amount` may be used; 0 for now."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, amount - self.left(now_s)) * _MINUTE_S / self.per_minute

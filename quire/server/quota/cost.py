@@ -123,6 +123,6 @@ def _too_many(config: ApiConfig, num_prompts: int, num_sequences: int, param: st
 
 
 def room_for_logprobs(num_top: int | None, num_sequences: int, max_entries: int) -> int | None:
-    """Output tokens of a request that does not say how many it wants,
+    """Return output tokens of a request that does not say how many it wants,
     if its log-probabilities bound them."""
     return None if num_top is None else max(1, max_entries // (num_sequences * (num_top + 1)))

@@ -51,27 +51,27 @@ class Ledger(Generic[Owner, Name]):
         self.put(owner, name, self._sizes[owner][name])
 
     def size(self, owner: Owner, name: Name) -> int | None:
-        """The size of an entry, or None."""
+        """Return the size of an entry, or None."""
         return self._sizes.get(owner, {}).get(name)
 
     def bytes_of(self, owner: Owner) -> int:
-        """What an owner holds."""
+        """Return what an owner holds."""
         return self._bytes.get(owner, 0)
 
     def entries_of(self, owner: Owner) -> int:
-        """How many entries an owner has."""
+        """Return how many entries an owner has."""
         return len(self._sizes.get(owner, ()))
 
     def names(self, owner: Owner) -> list[Name]:
-        """An owner's entries, oldest first."""
+        """Return an owner's entries, oldest first."""
         return list(self._sizes.get(owner, ()))
 
     def oldest(self, owner: Owner) -> Name:
-        """The entry of an owner that has not been used for longest. There must be one."""
+        """Return the entry of an owner that has not been used for longest. There must be one."""
         return next(iter(self._sizes[owner]))
 
     def owners(self) -> Iterator[Owner]:
-        """Who has entries."""
+        """Return who has entries."""
         return iter(self._sizes)
 
     def _add(self, owner: Owner, num_entries: int, num_bytes: int) -> None:

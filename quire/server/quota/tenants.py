@@ -72,7 +72,7 @@ class Tenant:
     lest it go before others'."""
 
     def may_ask_for(self, priority: int) -> bool:
-        """Whether a request may be of this class: of any,
+        """Return whether a request may be of this class: of any,
         where there is nobody else or an operator asks."""
         return self.is_admin or priority >= self.priority
 
@@ -82,7 +82,8 @@ class Tenant:
         return self.tokens_per_minute is not None or self.requests_per_minute is not None
 
     def cache_salt(self, requested: str | None) -> str | None:
-        """The salt of a request's cache entries: the tenant's, narrowed by what the body asks for.
+        """Return the salt of a request's cache entries: the tenant's, narrowed by what the body
+        asks for.
 
         A body can only narrow: the tenant's name is hashed first, with its length, so no salt
         reaches another's entries.
@@ -123,7 +124,8 @@ class KeyRing:
         return tuple({tenant.name: tenant for _, tenant in self._entries}.values()) or (EVERYBODY,)
 
     def find(self, key: bytes) -> Tenant | None:
-        """The tenant of a presented key. Takes the same time for every key of the same length."""
+        """Return the tenant of a presented key. Takes the same time for every key of the same
+        length."""
         digest = hashlib.sha256(key[: MAX_KEY_LEN + 1]).digest()
         found: Tenant | None = None
         for known, tenant in self._entries:
@@ -133,7 +135,7 @@ class KeyRing:
 
 
 def key_ring(tenants: Iterable[tuple[Tenant, Iterable[str]]]) -> KeyRing:
-    """A ring of tenants with their keys, each either `sha256:<hex>` or the key itself."""
+    """Return a ring of tenants with their keys, each either `sha256:<hex>` or the key itself."""
     by_digest: dict[bytes, Tenant] = {}
     names: set[str] = set()
     for tenant, keys in tenants:
@@ -151,7 +153,7 @@ def key_ring(tenants: Iterable[tuple[Tenant, Iterable[str]]]) -> KeyRing:
 
 
 def read_keys(config: ApiConfig, environment: str | None = None) -> KeyRing:
-    """All keys of the options and of the environment variable's text. Raises ConfigError."""
+    """Return all keys of the options and of the environment variable's text. Raises ConfigError."""
     tenants = read_keys_file(config.api_keys_file) if config.api_keys_file is not None else []
     for text in (config.api_keys, environment):
         if text is not None:

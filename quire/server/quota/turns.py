@@ -141,7 +141,7 @@ class Turns:
         return has_bytes and self.held.num_entries < self._max_turns
 
     def _next(self) -> Tenant | None:
-        """Whose turn it is, of those who wait and may have one."""
+        """Return whose turn it is, of those who wait and may have one."""
         now_s = asyncio.get_running_loop().time()
         self._rests = {name: until_s for name, until_s in self._rests.items() if until_s > now_s}
         for tenant, line in list(self._waiting.items()):

@@ -207,7 +207,7 @@ class _Header:
         return numbers
 
     def _tensor_info(self) -> GgufTensor:
-        """A tensor whose offset counts from the data's beginning, as the file says it."""
+        """Return a tensor whose offset counts from the data's beginning, as the file says it."""
         name = self._string(_MAX_KEY_LEN)
         num_dims = int(self._number("I"))
         if not 1 <= num_dims <= _MAX_DIMS:

@@ -83,7 +83,7 @@ class GgufModel:
         return config
 
     def stored_name(self, tensor: TensorSpec) -> str:
-        """A tensor's name in the file."""
+        """Return a tensor's name in the file."""
         match = _LAYER.fullmatch(tensor.name)
         if match is None:
             module, _, kind = tensor.name.rpartition(".")
@@ -97,7 +97,7 @@ class GgufModel:
         return self.architecture.startswith("gemma")
 
     def is_reordered(self, tensor: TensorSpec) -> bool:
-        """Whether each head's rows alternate between the two halves that RoPE pairs."""
+        """Return whether each head's rows alternate between the two halves that RoPE pairs."""
         return (
             self.architecture == "llama"
             and re.search(r"\.self_attn\.[qk]_proj\.", tensor.name) is not None
@@ -199,7 +199,7 @@ class GgufModel:
         return theta | {"rope_scaling": scaling}
 
     def _baked_rope(self) -> dict[str, object]:
-        """A divisor of every frequency, which is what LongRoPE is with one list for all
+        """Return a divisor of every frequency, which is what LongRoPE is with one list for all
         lengths (Llama 3.1's scaling)."""
         tensor = self.file.tensors[_FREQUENCIES]
         half = self._integer("rope.dimension_count") // 2

@@ -76,7 +76,7 @@ class TokenOutlet:
         return [self._rows.sampling[work.row] for work in batch.work]
 
     def _plain_counts(self, batch: TaskBatch) -> list[int] | None:
-        """Tokens to sample for each task; None where some row is edited, reported on,
+        """Return tokens to sample for each task; None where some row is edited, reported on,
         or searches with beams."""
         if not all(self._is_plain(work.row) for work in batch.work):
             return None

@@ -42,7 +42,7 @@ class Turn(msgspec.Struct, kw_only=True):
 def messages_of(
     turns: Sequence[Turn], system: str | None, unread: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The turns as templates read them. Raises ApiError 400 naming the block that is wrong.
+    """Return the turns as templates read them. Raises ApiError 400 naming the block that is wrong.
 
     `unread` is told where there are thoughts that only the service that made them can read.
     """
@@ -151,7 +151,7 @@ class ContentBlocks:
         return any(block["type"] == "tool_use" for block in self.content)
 
     def take(self, completion: CompletionOutput) -> list[StreamEvent]:
-        """What a piece of the answer brings."""
+        """Return what a piece of the answer brings."""
         is_last = completion.finish_reason is not None
         events: list[StreamEvent] = []
         for each in self._reader.feed(completion.text, completion.token_ids, is_last=is_last):

@@ -59,7 +59,7 @@ class ClearToolUses(msgspec.Struct, kw_only=True):
     clear_tool_inputs: bool | list[str] | None = None
 
     def clears_input(self, name: str) -> bool:
-        """Whether the calls of this tool lose their arguments, too."""
+        """Return whether the calls of this tool lose their arguments, too."""
         wish = self.clear_tool_inputs
         return name in wish if isinstance(wish, list) else bool(wish)
 
@@ -99,7 +99,7 @@ class Edited:
 
 
 def read_edits(value: Any) -> list[Edit]:
-    """The edits that the request names, each kind at most once.
+    """Return the edits that the request names, each kind at most once.
     Raises ApiError 400 naming the one that is wrong."""
     if value is None:
         return []
@@ -129,7 +129,7 @@ def read_edits(value: Any) -> list[Edit]:
 
 
 async def apply_edits(turns: Sequence[Turn], edits: Sequence[Edit], count: CountTokens) -> Edited:
-    """What is left after the edits, in their order.
+    """Return what is left after the edits, in their order.
     Raises ApiError 400 where a summary would be due."""
     edited = Edited(turns)
     for edit in edits:
@@ -197,7 +197,7 @@ async def _clear_tool_uses(edited: Edited, edit: ClearToolUses, count: CountToke
 async def _applied(
     before: Edited, turns: Sequence[Turn], count: CountTokens, report: dict[str, Any]
 ) -> Edited:
-    """The conversation with these turns, and a report of what that has saved."""
+    """Return the conversation with these turns, and a report of what that has saved."""
     num_before, num_after = await _num_tokens(before, count), await count(turns)
     saved = {**report, "cleared_input_tokens": max(0, num_before - num_after)}
     return replace(before, turns=turns, applied=(*before.applied, saved), num_tokens=num_after)
@@ -233,6 +233,6 @@ def _cleared(block: Block, ids: set[str | None], emptied: set[str | None]) -> Bl
 
 
 def _key(block: Block, name: str) -> str | None:
-    """An id, or None for what is none (and may not even be hashable)."""
+    """Return an id, or None for what is none (and may not even be hashable)."""
     value = block.get(name)
     return value if isinstance(value, str) else None

@@ -166,7 +166,7 @@ class _PreparedMessages:
         return {} if self.encoded.edits is None else {"context_management": self.encoded.edits}
 
     def timings(self, output: RequestOutput, usage: Usage) -> dict[str, Any]:
-        """Where the time went, if that was asked for."""
+        """Return where the time went, if that was asked for."""
         if not self.request.timings:
             return {}
         num_tokens = usage.num_output_tokens
@@ -207,7 +207,7 @@ class Messages:
         )
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt has."""
+        """Return how many tokens the prompt has."""
         body = await read_json(request, CountRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
         encoded = await self._encode(call_of(request), body)
@@ -217,7 +217,7 @@ class Messages:
         return json_response(call_of(request), answer)
 
     async def _encode(self, call: Call, body: CountRequest) -> _Encoded:
-        """The prompt and how its answer is read. A last turn of the
+        """Return the prompt and how its answer is read. A last turn of the
         assistant's is one to go on with."""
         api = self._api
         for name, reason in _UNAVAILABLE.items():
@@ -267,7 +267,7 @@ class Messages:
         return _Encoded(token_ids, reading, form, report, len(first[2]))
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
-        """What the template is told of the thinking that is wanted;
+        """Return what the template is told of the thinking that is wanted;
         what it cannot be told is named in a header."""
         source = self._api.texts.template_source
         kwargs: dict[str, Any] = {}
@@ -310,7 +310,7 @@ class Messages:
         return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
 
     async def _budget(self, call: Call, body: MessageRequest, reading: Reading) -> dict[str, Any]:
-        """The sampling parameters for `thinking.budget_tokens`;
+        """Return the sampling parameters for `thinking.budget_tokens`;
         where nothing is to be thought there is none."""
         budget = (body.thinking or {}).get("budget_tokens")
         if budget is None or body.thinking_kind == "disabled":
@@ -351,7 +351,7 @@ def _asks_for_something(value: Any) -> bool:
 
 
 def _asked_form(body: CountRequest) -> list[Asked]:
-    """What `output_config.format`, or its older name, asks for."""
+    """Return what `output_config.format`, or its older name, asks for."""
     asked: list[Asked] = []
     forms = {
         "output_format": body.output_format,

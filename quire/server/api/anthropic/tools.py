@@ -15,7 +15,7 @@ _MODES: Mapping[str, Any] = {"auto": "auto", "any": "required", "tool": "named",
 
 
 def read_tools(tools: Any, choice: Any) -> tuple[list[Function], Demand]:
-    """What `tools` and `tool_choice` say. Raises ApiError 400."""
+    """Return what `tools` and `tool_choice` say. Raises ApiError 400."""
     functions = functions_of(tools, SHAPE)
     if choice is None:
         return functions, Demand()

@@ -52,8 +52,8 @@ class BatchInput:
         self._max_line_len = max_line_len
 
     def check(self, is_wanted: Callable[[], bool]) -> int:
-        """The number of lines, all of which are valid. Raises ApiError whose `param` is the number
-        of the line that is wrong.
+        """Return the number of lines, all of which are valid. Raises ApiError whose `param` is the
+        number of the line that is wrong.
 
         Ends early, with any number, where it `is_wanted` no more.
         """
@@ -72,7 +72,7 @@ class BatchInput:
         return len(seen)
 
     def line(self, offset: int, done: Set[bytes]) -> PlacedLine | None:
-        """The next line at or behind `offset` whose `custom_id` has no digest in `done`;
+        """Return the next line at or behind `offset` whose `custom_id` has no digest in `done`;
         None at the end. Raises ApiError."""
         with self._open_content() as source:
             source.seek(offset)
@@ -109,7 +109,7 @@ class BatchInput:
 
 
 def digest_of(custom_id: str) -> bytes:
-    """What stands for a `custom_id` of whatever length: no two have the same."""
+    """Return what stands for a `custom_id` of whatever length: no two have the same."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

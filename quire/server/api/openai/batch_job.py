@@ -218,8 +218,8 @@ class BatchJob:
         return self._has_read_all and not self._again and not self._lines
 
     async def _has_more(self) -> bool:
-        """Whether a line is left to be sent, and time for it; waits for those in flight where that
-        may yet turn out, and for the disk.
+        """Return whether a line is left to be sent, and time for it; waits for those in flight
+        where that may yet turn out, and for the disk.
         """
         while self._has_read_all and not self._again and self._lines and self._left_s:
             await asyncio.wait(

@@ -71,7 +71,8 @@ class BatchLines:
         return await self._turns.enter(tenant, timeout_s)
 
     async def run(self, turn: Lease, endpoint: str, body: bytes) -> LineResult | None:
-        """A line's answer; None where it is to be tried again, later. Gives the turn back."""
+        """Return a line's answer; None where it is to be tried again, later. Gives the turn
+        back."""
         config, now_s = self._api.config, time.monotonic()
         call = Call(
             f"batch_req_{secrets.token_hex(12)}",

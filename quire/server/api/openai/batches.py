@@ -100,7 +100,7 @@ class Batches:
         )
 
     async def get(self, request: Request) -> Response:
-        """A batch as it is now."""
+        """Return a batch as it is now."""
         call = call_of(request)
         return json_response(call, public(await self._find(call, request.path_params["batch_id"])))
 
@@ -174,7 +174,7 @@ class Batches:
             raise overloaded(message, code="too_many_batches", retry_after_s=60)
 
     async def _find(self, call: Call, batch_id: str) -> Record:
-        """A batch of the asking tenant. Raises ApiError 404."""
+        """Return a batch of the asking tenant. Raises ApiError 404."""
         store, job = self._files.store, self._jobs.get(batch_id)
         if (
             job is not None
@@ -187,6 +187,6 @@ class Batches:
         )
 
     def _current(self, record: Record) -> Record:
-        """A stored record, or what has become of it since."""
+        """Return a stored record, or what has become of it since."""
         job = self._jobs.get(record["id"])
         return (None if job is None else job.record) or record

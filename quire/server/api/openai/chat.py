@@ -88,7 +88,7 @@ class PreparedChat:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def envelope(self, kind: str) -> dict[str, Any]:
-        """The fields of every answer and chunk."""
+        """Return the fields of every answer and chunk."""
         return {
             "id": self.id,
             "object": kind,
@@ -195,7 +195,8 @@ class ChatCompletions:
         return prepared
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
-        """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
+        """Return the answer to a body that did not come by HTTP (a batch's line); never a
+        stream."""
         request, _ = await read_bytes(call, body, ChatRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
@@ -229,7 +230,7 @@ def _check(body: ChatRequest) -> None:
 
 
 def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, Any] | None:
-    """What the template gets besides the messages;
+    """Return what the template gets besides the messages;
     a reasoning effort reaches those that know it."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -241,7 +242,8 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
 
 
 def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
-    """The text that the answer goes on with, where it goes on with the last of these messages."""
+    """Return the text that the answer goes on with, where it goes on with the last of these
+    messages."""
     return joined_text(messages[-1]["content"]) if body.continue_final_message else None
 
 
@@ -374,8 +376,8 @@ class _ChatEvents:
         return stream_error(error)
 
     def _opening(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """The role of every choice, in order of index: the clients' accumulators rely on that,
-        and on its being sent once."""
+        """Return the role of every choice, in order of index: the clients' accumulators rely on
+        that, and on its being sent once."""
         text = echoed_text(self._prepared.request)
         opening = [
             self._delta(index, {"role": "assistant", "content": text})
@@ -413,7 +415,7 @@ class _ChatEvents:
         return event.around(text)
 
     def _content(self, completion: CompletionOutput) -> Sequence[dict[str, Any]]:
-        """What is new of one choice; nothing while its text is held back."""
+        """Return what is new of one choice; nothing while its text is held back."""
         tracker = self._trackers[completion.index]
         tokens = tracker.take(completion) if tracker is not None else []
         has_ids = bool(self._prepared.request.return_token_ids and completion.token_ids)
@@ -476,10 +478,10 @@ class _ChatEvents:
 
 
 def _told(end: dict[str, Any]) -> dict[str, Any]:
-    """What only a choice's end says."""
+    """Return what only a choice's end says."""
     return {name: end[name] for name in ("finish_reason", "stop_reason")}
 
 
 def stream_error(error: ApiError) -> bytes:
-    """The last events of a stream that failed."""
+    """Return the last events of a stream that failed."""
     return data_event(error.body()) + DONE

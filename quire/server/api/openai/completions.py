@@ -96,11 +96,11 @@ class PreparedCompletion:
         return self.request.max_tokens == 0
 
     def timings(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
-        """Where one prompt's time went."""
+        """Return where one prompt's time went."""
         return timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)
 
     def envelope(self) -> dict[str, Any]:
-        """The fields of every answer and chunk."""
+        """Return the fields of every answer and chunk."""
         return {
             "id": self.id,
             "object": "text_completion",
@@ -167,7 +167,7 @@ class Completions:
         return prepared
 
     async def _params(self, call: Call, body: CompletionRequest) -> SamplingParams:
-        """What the body says of all its prompts, read once;
+        """Return what the body says of all its prompts, read once;
         their limit of tokens is what it wants at most."""
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         scored = body.prompt_logprobs
@@ -191,7 +191,7 @@ class Completions:
         )
 
     async def _encode(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Every prompt's token ids, in order."""
+        """Return every prompt's token ids, in order."""
         written = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(
             await self._api.texts.encode_many(
@@ -239,7 +239,8 @@ class Completions:
         return job, text
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
-        """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
+        """Return the answer to a body that did not come by HTTP (a batch's line); never a
+        stream."""
         request, _ = await read_bytes(call, body, CompletionRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
@@ -254,7 +255,7 @@ class Completions:
         receive: Receive | None,
         shown: Callable[[dict[str, Any]], _T],
     ) -> _T:
-        """The whole answer, as `shown` makes it."""
+        """Return the whole answer, as `shown` makes it."""
         outputs, usage = await self._api.generator.answer(call, prepared.jobs, receive)
         body = prepared.usage(usage)
         size = sum(map(answer_chars, outputs))
@@ -288,7 +289,8 @@ def split_prompts(prompt: PromptField, most: int) -> list[Prompt]:
 
 
 def _are_ids(values: list[Any]) -> bool:
-    """Whether all are integers (True is none): four million of them in a twentieth of a second."""
+    """Return whether all are integers (True is none): four million of them in a twentieth of a
+    second."""
     return set(map(type, values)) == {int}
 
 

@@ -52,8 +52,8 @@ class DataFolder:
         self._lock.close()
 
     def is_another(self) -> bool:
-        """Whether there is another folder now in the place of the one that was locked; if so, it is
-        locked from here on. Raises ApiError 507 where there is none.
+        """Return whether there is another folder now in the place of the one that was locked; if
+        so, it is locked from here on. Raises ApiError 507 where there is none.
         """
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -67,8 +67,8 @@ class DataFolder:
         return True
 
     def folder(self, *parts: str) -> Path:
-        """A folder below the root, made where it is missing. Never makes the root: it may be a disk
-        that is not mounted. Raises ApiError 507.
+        """Return a folder below the root, made where it is missing. Never makes the root: it may be
+        a disk that is not mounted. Raises ApiError 507.
         """
         folder = self.root
         for part in parts:

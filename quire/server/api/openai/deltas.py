@@ -26,7 +26,7 @@ class ChoiceReader:
         return self._reader.num_thought_tokens
 
     def deltas(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[dict[str, Any]]:
-        """What a piece of the answer brings."""
+        """Return what a piece of the answer brings."""
         events = self._reader.feed(text, token_ids, is_last=is_last)
         return [
             self._delta(event)
@@ -35,8 +35,8 @@ class ChoiceReader:
         ]
 
     def message(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A whole answer: its `content`, and its thoughts and `tool_calls` where there are any. A
-        content that is empty beside either is null.
+        """Return a whole answer: its `content`, and its thoughts and `tool_calls` where there are
+        any. A content that is empty beside either is null.
         """
         calls: dict[int, dict[str, Any]] = {}
         texts = {"content": "", "reasoning": "", "reasoning_content": ""}

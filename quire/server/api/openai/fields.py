@@ -195,7 +195,7 @@ def check_common(request: CommonFields) -> None:
 
 
 def asks_for_something(value: object) -> bool:
-    """Whether the value of an optional field is more than a way of leaving it out."""
+    """Return whether the value of an optional field is more than a way of leaving it out."""
     return value is not False and value not in (None, "", [], {})
 
 
@@ -255,7 +255,7 @@ def _refuse_keys(keys: Sequence[str], what: str) -> None:
 def sampling_params(
     request: CommonFields, defaults: Mapping[str, Any], **given: Any
 ) -> SamplingParams:
-    """The engine's parameters: what the request says, else what the model's
+    """Return the engine's parameters: what the request says, else what the model's
     `generation_config.json` says, else the default.
 
     `given` are parameters that the kinds of request name differently; they win.

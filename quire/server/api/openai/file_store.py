@@ -109,7 +109,7 @@ class FileStore:
                 index.add(record["id"], record[_TAGS[kind]])
 
     def get(self, tenant: str, kind: Kind, record_id: str) -> Record:
-        """A record. Raises ApiError 404."""
+        """Return a record. Raises ApiError 404."""
         path = self._path(tenant, kind, record_id, "json")
         record = self._read(path) if record_id in self._index(tenant, kind) else None
         if record is None:
@@ -119,7 +119,7 @@ class FileStore:
     def page(
         self, tenant: str, kind: Kind, query: Listing | FileListing
     ) -> tuple[list[Record], bool]:
-        """A part of the records, and whether there are more; no others are read.
+        """Return a part of the records, and whether there are more; no others are read.
         Raises ApiError 400."""
         index = self._index(tenant, kind)
         tag = query.purpose if isinstance(query, FileListing) else ""
@@ -151,11 +151,11 @@ class FileStore:
             self._index(tenant, kind).drop(record_id)
 
     def unended(self, tenant: str) -> list[str]:
-        """Ids of the batches that have not ended, oldest first."""
+        """Return ids of the batches that have not ended, oldest first."""
         return self._index(tenant, "batch").ids(without=ENDED)
 
     def tenants(self) -> list[str]:
-        """Whose records there are. Raises ApiError 507."""
+        """Return whose records there are. Raises ApiError 507."""
         try:
             return sorted(path.name for path in self._folder.root.iterdir() if path.is_dir())
         except OSError as error:
@@ -171,7 +171,7 @@ class FileStore:
             pass
 
     def add_file(self, tenant: str, name: str, source: BinaryIO) -> Record:
-        """A new file with the content of `source`. Raises ApiError 400 where the
+        """Return a new file with the content of `source`. Raises ApiError 400 where the
         tenant has no room for it."""
         self._check_number(tenant, "file")
         file_id = new_id("file")
@@ -204,12 +204,12 @@ class FileStore:
         return num_bytes > 0
 
     def open_file(self, tenant: str, file_id: str) -> BinaryIO:
-        """A file's content. Raises ApiError 404, also where only the record is left."""
+        """Return a file's content. Raises ApiError 404, also where only the record is left."""
         self.get(tenant, "file", file_id)
         return self.open_content(tenant, file_id)
 
     def open_content(self, tenant: str, file_id: str) -> BinaryIO:
-        """What lies under an id, whether it is a file yet or not. Raises ApiError 404."""
+        """Return what lies under an id, whether it is a file yet or not. Raises ApiError 404."""
         try:
             return self._path(tenant, "file", file_id, "data").open("rb")
         except FileNotFoundError:
@@ -234,7 +234,7 @@ class FileStore:
                 self.ledger.put(tenant, path.name, num_bytes)
 
     def size(self, tenant: str, file_id: str) -> int:
-        """Bytes that lie under an id."""
+        """Return bytes that lie under an id."""
         self._index(tenant, "file")
         return self.ledger.size(tenant, f"{file_id}.data") or 0
 
@@ -242,7 +242,7 @@ class FileStore:
     # ----------------------------------------------------------------------------------------------
 
     def _index(self, tenant: str, kind: Kind) -> RecordIndex:
-        """A tenant's records, which are looked for when they are first needed.
+        """Return a tenant's records, which are looked for when they are first needed.
         Raises ApiError 507."""
         with self._lock:
             if self._folder.is_another():
@@ -345,7 +345,7 @@ class FileStore:
             self.ledger.drop(tenant, path.name)
 
     def _read(self, path: Path) -> Record | None:
-        """A record, or None where it is gone or no record."""
+        """Return a record, or None where it is gone or no record."""
         try:
             record = msgspec.json.decode(path.read_bytes())
         except (FileNotFoundError, msgspec.DecodeError):
@@ -361,12 +361,12 @@ class FileStore:
 
 
 def new_id(kind: Kind) -> str:
-    """An unused id."""
+    """Return an unused id."""
     return f"{_PREFIXES[kind]}{secrets.token_hex(12)}"
 
 
 def public(record: Record) -> Record:
-    """A record without what is for this server alone."""
+    """Return a record without what is for this server alone."""
     return {name: value for name, value in record.items() if not name.startswith("_")}
 
 

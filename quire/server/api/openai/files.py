@@ -127,7 +127,7 @@ class Files:
             self._uploads.drop(tenant, name)
 
     async def list(self, request: Request) -> Response:
-        """All files, newest first."""
+        """Return all files, newest first."""
         call, store, query = call_of(request), self.store, query_of(request, FileListing)
         records, has_more = await asyncio.to_thread(store.page, call.tenant.name, "file", query)
         return json_response(
@@ -135,14 +135,14 @@ class Files:
         )
 
     async def get(self, request: Request) -> Response:
-        """A file's record."""
+        """Return a file's record."""
         call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
         return json_response(
             call, public(await asyncio.to_thread(store.get, call.tenant.name, "file", file_id))
         )
 
     async def content(self, request: Request) -> Response:
-        """A file's bytes."""
+        """Return a file's bytes."""
         call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
         source = await asyncio.to_thread(store.open_file, call.tenant.name, file_id)
         return _FileResponse(source, os.fstat(source.fileno()).st_size)
@@ -187,7 +187,7 @@ class _FileResponse(Response):
 
 
 def _counted(receive: Receive, max_bytes: int) -> Receive:
-    """The same body, up to a number of bytes."""
+    """Return the same body, up to a number of bytes."""
     num_bytes = 0
 
     async def receive_counted() -> Message:

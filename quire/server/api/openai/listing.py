@@ -33,7 +33,7 @@ class FileListing(msgspec.Struct, kw_only=True):
 
 
 def page_of(items: Sequence[dict[str, Any]], query: Listing) -> dict[str, Any]:
-    """The requested page of `items`, which are oldest first. Raises ApiError 400."""
+    """Return the requested page of `items`, which are oldest first. Raises ApiError 400."""
     items = items if query.order == "asc" else list(reversed(items))
     begin = 0
     if query.after:

@@ -81,7 +81,7 @@ class TokenNames:
         )
 
     def name(self, token_id: int) -> str:
-        """The token's text; `bytes:\\xe2\\x82` for a part of a character;
+        """Return the token's text; `bytes:\\xe2\\x82` for a part of a character;
         `token_id:7` where ids are wanted."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
@@ -92,7 +92,7 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def data(self, token_id: int) -> bytes | None:
-        """What the token contributes to the text."""
+        """Return what the token contributes to the text."""
         return (
             None
             if self._tokenizer is None or token_id in self._hidden
@@ -133,7 +133,7 @@ class LogprobTracker:
         return [self.score(token_id, record) for token_id, record in pairs]
 
     def score(self, token_id: int, record: LogprobsByToken | None) -> ScoredToken:
-        """The next token of the text; `record` is None for a prompt's first,
+        """Return the next token of the text; `record` is None for a prompt's first,
         which nothing predicts."""
         names = self._names
         data = names.data(token_id)
@@ -155,8 +155,8 @@ class LogprobTracker:
         )
 
     def _top(self, token_id: int, record: LogprobsByToken) -> Iterable[tuple[int, float]]:
-        """What of a record is shown. A record begins with the token itself; its others are in the
-        order of their ranks, and those without a rank were requested by id.
+        """Return what of a record is shown. A record begins with the token itself; its others are
+        in the order of their ranks, and those without a rank were requested by id.
         """
         if self._asked:
             wanted = dict.fromkeys((token_id, *self._asked))
@@ -201,7 +201,7 @@ def prompt_logprobs(
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # NaN too
 
 

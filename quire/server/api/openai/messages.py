@@ -73,7 +73,8 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as templates read them. Raises ApiError 400 naming the part that is wrong."""
+    """Return the messages as templates read them. Raises ApiError 400 naming the part that is
+    wrong."""
     if not messages:
         raise bad_request("messages: at least one is needed", param="messages", code="empty_array")
     if len(messages) > MAX_MESSAGES:
@@ -131,12 +132,12 @@ _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinkin
 
 
 def _text_part(part: dict[str, Any]) -> dict[str, Any]:
-    """A part as templates know it, whatever it is called elsewhere."""
+    """Return a part as templates know it, whatever it is called elsewhere."""
     return {"type": "text", "text": part[_TEXT_PARTS[part["type"]]]}
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str | None:
-    """The text of a content that is a string or a list of text parts."""
+    """Return the text of a content that is a string or a list of text parts."""
     if content is None or isinstance(content, str):
         return content
     if not content:
@@ -145,7 +146,7 @@ def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str |
 
 
 def part_text(part: object, where: str) -> str:
-    """The text of one part, whatever a body has in its place.
+    """Return the text of one part, whatever a body has in its place.
     Raises ApiError 400 for one that is no text."""
     if not isinstance(part, Mapping):
         raise bad_request(f"{where}: a part must be an object", param=where)
@@ -166,7 +167,7 @@ def part_text(part: object, where: str) -> str:
 def string_field(
     fields: Mapping[str, Any], name: str, where: str, *, max_len: int | None = MAX_ID_LEN
 ) -> str:
-    """A field that must be there as a text: of 1 to `max_len` characters,
+    """Return a field that must be there as a text: of 1 to `max_len` characters,
     or with None of any length. Raises ApiError 400."""
     value = fields.get(name)
     if not isinstance(value, str) or not (max_len is None or 1 <= len(value) <= max_len):
@@ -176,14 +177,15 @@ def string_field(
 
 
 def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call as templates read it: in the client's words and order, its arguments an object."""
+    """Return a call as templates read it: in the client's words and order, its arguments an
+    object."""
     call = convert_part(given, ToolCall, where)
     arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
     return {**given, "type": "function", "function": {**given["function"], "arguments": arguments}}
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments as an object: templates write it in the model's own way.
+    """Return a call's arguments as an object: templates write it in the model's own way.
     Raises ApiError 400."""
     try:
         arguments = msgspec.json.decode(text)

@@ -34,7 +34,7 @@ class Models:
         self._api = api
 
     async def list(self, request: Request) -> Response:
-        """All names of the model."""
+        """Return all names of the model."""
         data = [self._entry(name) for name in self._api.model_names]
         return json_response(call_of(request), {"object": "list", "data": data})
 

@@ -44,7 +44,7 @@ class RecordIndex:
         self._tags.pop(record_id, None)
 
     def ids(self, *, without: frozenset[str] = frozenset()) -> list[str]:
-        """Records whose tag is none of those, oldest first."""
+        """Return records whose tag is none of those, oldest first."""
         return [record_id for record_id, tag in self._tags.items() if tag not in without]
 
     def page(

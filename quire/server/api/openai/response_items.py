@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 
 def new_id(prefix: str) -> str:
-    """An id that nothing else has."""
+    """Return an id that nothing else has."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -47,7 +47,7 @@ class InputReader:
         or before this one was started."""
 
     def items(self, value: str | Sequence[Item]) -> list[Item]:
-        """The input as items with ids, as they are listed later.
+        """Return the input as items with ids, as they are listed later.
         Raises ApiError 400 naming the item that is wrong."""
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
@@ -66,7 +66,7 @@ class InputReader:
         return _input_item(item, where)
 
     def _thoughts(self, item: Item, where: str) -> list[Item]:
-        """The thoughts of an earlier answer: what was sealed, where it can be verified,
+        """Return the thoughts of an earlier answer: what was sealed, where it can be verified,
         else what stands there."""
         sealed, content = item.get("encrypted_content"), item.get("content") or []
         if not isinstance(sealed, str | None):
@@ -142,7 +142,7 @@ def _reasoning_parts(content: Any, where: str) -> list[Item]:
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Items as a chat's messages: an assistant's thoughts,
+    """Return items as a chat's messages: an assistant's thoughts,
     text and calls that follow one another are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -166,7 +166,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _continues(message: Mapping[str, Any], kind: str) -> bool:
-    """Whether an item can be a part of the assistant's message before it."""
+    """Return whether an item can be a part of the assistant's message before it."""
     num_calls = len(message.get("tool_calls", ()))
     if kind == "function_call":
         return num_calls < MAX_CALLS_OF_MESSAGE
@@ -210,7 +210,7 @@ class OutputItems:
     def take(
         self, completion: CompletionOutput, tokens: Sequence[ScoredToken]
     ) -> list[StreamEvent]:
-        """What a piece of the answer brings. `tokens` have log-probabilities,
+        """Return what a piece of the answer brings. `tokens` have log-probabilities,
         and are only ever of text."""
         is_last = completion.finish_reason is not None
         news = self._reader.feed(completion.text, completion.token_ids, is_last=is_last)
@@ -347,7 +347,7 @@ def _delta_logprob(token: ScoredToken) -> dict[str, Any]:
 
 
 def is_whole(item: Item) -> bool:
-    """Whether an answer's item can be a part of the conversation that goes on:
+    """Return whether an answer's item can be a part of the conversation that goes on:
     a call that was cut cannot."""
     if item["type"] != "function_call":
         return True

@@ -142,7 +142,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
     conversation: Any = None
 
     def whole(self) -> ResponseRequest:
-        """The request for an answer that has this prompt."""
+        """Return the request for an answer that has this prompt."""
         return ResponseRequest(
             **{**msgspec.structs.asdict(self), "input": [] if self.input is None else self.input}
         )
@@ -217,7 +217,7 @@ class Responses:
         return EventStream(call, run, events, self._api.config.keep_alive_s)
 
     async def input_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of such a request has."""
+        """Return how many tokens the prompt of such a request has."""
         call = call_of(request)
         body = (
             await read_json(request, InputTokensRequest, is_strict=self._api.config.strict_fields)
@@ -230,14 +230,14 @@ class Responses:
         )
 
     async def get(self, request: Request) -> Response:
-        """An answer that was kept."""
+        """Return an answer that was kept."""
         call = call_of(request)
         return json_response(
             call, self._store.get(call.tenant.name, request.path_params["response_id"]).body
         )
 
     async def input_items(self, request: Request) -> Response:
-        """The input items of a kept answer, newest first by default."""
+        """Return the input items of a kept answer, newest first by default."""
         call = call_of(request)
         items = self._store.get(call.tenant.name, request.path_params["response_id"]).input_items
         return json_response(call, page_of(items, query_of(request, Listing)))
@@ -322,7 +322,7 @@ class Responses:
     async def _read_input(
         self, call: Call, body: ResponseRequest
     ) -> tuple[list[Item], list[dict[str, Any]]]:
-        """The input's items, and the same as messages for the template."""
+        """Return the input's items, and the same as messages for the template."""
         reader = InputReader(partial(self._sealer.unseal, call.tenant.name))
 
         def read() -> tuple[list[Item], list[dict[str, Any]]]:
@@ -357,7 +357,7 @@ class Responses:
         )
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
-        """The answer to a body that did not come by HTTP (a batch's line); never a stream,
+        """Return the answer to a body that did not come by HTTP (a batch's line); never a stream,
         and not kept to be continued."""
         request, _ = await read_bytes(call, body, ResponseRequest)
         if request.stream:
@@ -404,7 +404,7 @@ def _check(body: ResponseRequest) -> None:
 
 
 def _asked_form(body: ResponseRequest) -> list[Asked]:
-    """What `text.format` asks for: as a chat's `response_format`, but flat."""
+    """Return what `text.format` asks for: as a chat's `response_format`, but flat."""
     form = (body.text or {}).get("format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         return from_named_schema(form, "text.format")
@@ -412,7 +412,7 @@ def _asked_form(body: ResponseRequest) -> list[Asked]:
 
 
 def _effort(body: ResponseRequest, source: str, call: Call) -> dict[str, Any] | None:
-    """The wished effort of reasoning, for templates that know it."""
+    """Return the wished effort of reasoning, for templates that know it."""
     effort = (body.reasoning or {}).get("effort")
     found = effort_kwargs(source, effort) if isinstance(effort, str) else {}
     if found:

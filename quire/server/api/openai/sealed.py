@@ -27,12 +27,12 @@ class Sealer:
         self._key = secrets.token_bytes(32)
 
     def seal(self, tenant: str, text: str) -> str:
-        """A text that `unseal` takes back, from the same tenant."""
+        """Return a text that `unseal` takes back, from the same tenant."""
         data = text.encode()
         return _PREFIX + base64.urlsafe_b64encode(self._mac(tenant, data) + data).decode()
 
     def unseal(self, tenant: str, sealed: str) -> str | None:
-        """The text, or None where this server has not sealed it for this tenant."""
+        """Return the text, or None where this server has not sealed it for this tenant."""
         if not sealed.startswith(_PREFIX):
             return None
         try:

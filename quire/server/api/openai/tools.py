@@ -16,7 +16,7 @@ RESPONSES = ToolShape()
 def read_tools(
     tools: Any, choice: Any, is_parallel: bool | None, shape: ToolShape
 ) -> tuple[list[Function], Demand]:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` say. Raises ApiError 400."""
+    """Return what `tools`, `tool_choice` and `parallel_tool_calls` say. Raises ApiError 400."""
     functions = functions_of(tools, shape)
     return functions, replace(_demand(choice, functions), is_parallel=is_parallel is not False)
 
@@ -48,7 +48,7 @@ def _demand(choice: Any, functions: Sequence[Function]) -> Demand:
 
 
 def _known(chosen: Sequence[Any], names: set[str]) -> set[str]:
-    """The names that are chosen, all of which must be among the tools."""
+    """Return the names that are chosen, all of which must be among the tools."""
     found = set()
     for each in chosen:
         function = each.get("function", each) if isinstance(each, Mapping) else None
