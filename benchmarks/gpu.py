@@ -114,7 +114,7 @@ class Sheet:
         print("\n| figure | measured | goal | |\n|---|---:|---:|---|", flush=True)
 
     def add(self, part: str, figures: Iterator[Figure]) -> None:
-        """All of a part's figures, each written down before the next is measured."""
+        """Record all of a part's figures, each before the next is measured."""
         try:
             for figure in figures:
                 self._note(figure)

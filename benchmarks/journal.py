@@ -50,7 +50,7 @@ class Journal:
             path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
     def add(self, kind: str, **fields: Any) -> None:
-        """One more line, on the disk when this returns."""
+        """Append a line; it is on the disk when this returns."""
         line = {"kind": kind, **fields}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -237,8 +237,8 @@ class _Bench:
 
 
 async def _burn(rate: float, cost_s: float) -> None:
-    """At random moments, `rate` of them a second, take `cost_s` of processor time;
-    until cancelled."""
+    """Use `cost_s` of processor time at random moments, `rate` of them a second, until
+    cancelled."""
     rng = random.Random(5)
     while True:
         await asyncio.sleep(rng.expovariate(rate))

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(panels: Sequence[Panel], theme: str, path: Path) -> None:
-    """One figure in one theme."""
+    """Draw one figure in one theme."""
     matplotlib = import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = import_module("matplotlib.pyplot")

@@ -53,7 +53,7 @@ class JsonProcess:
         return self._process.pid
 
     def send(self, command: object) -> None:
-        """One line. RuntimeError with what the child said, if it has ended."""
+        """Write one line. RuntimeError with what the child said, if it has ended."""
         assert self._process.stdin is not None
         self._is_asked = True
         try:

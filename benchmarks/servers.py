@@ -138,7 +138,7 @@ def running(launch: Launch) -> Iterator[Server]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """By its own way of ending, then by force; its session goes with it."""
+    """End the process by SIGTERM, then by force; its session goes with it."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

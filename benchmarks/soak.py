@@ -79,7 +79,7 @@ class Clients:
         self._prefix = self._writer.draw(self._rng, 120)
 
     async def live(self, until_s: float) -> None:
-        """One client after another on one connection, until then."""
+        """Run one client after another on one connection, until then."""
         async with HttpClient(self._server.url, timeout_s=120) as client:
             while time.monotonic() < until_s:
                 outcome = await self._once(client)

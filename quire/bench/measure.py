@@ -157,12 +157,12 @@ class _Sampling:
         self._due_s = self._every_s
 
     def take(self) -> None:
-        """One more."""
+        """Take a sample."""
         if self._sampler is not None:
             self.samples.append(self._sampler.sample())
 
     def take_if_due(self, clock: RunClock) -> None:
-        """One more if the last one was long ago, while the run's clock stands still."""
+        """Take a sample if the last one was long ago, while the run's clock stands still."""
         if clock.now() >= self._due_s:
             clock.aside(self.take)
             self._due_s = clock.now() + self._every_s

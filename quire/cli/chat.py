@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_engine_options(args: argparse.Namespace) -> None:
-    """What belongs to a model that is loaded here is not dropped in silence."""
+    """Refuse options of a model that is loaded here: they would have no effect."""
     given = [name for name in args.engine_options if hasattr(args, name)]
     if args.model is not None:
         raise UsageError(

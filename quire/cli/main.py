@@ -201,7 +201,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _discard_stdout() -> None:
-    """What Python still holds for a reader that has gone must not raise again at exit."""
+    """Discard what Python still buffers for a reader that has gone, or it would raise again at
+    exit."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -100,8 +100,8 @@ def add_engine_options(
 def add_field_options(
     group: argparse._ArgumentGroup, items: Iterable[dataclasses.Field[Any]]
 ) -> None:
-    """One option per field of a configuration record;
-    what is not given is absent from the namespace."""
+    """Add one option per field of a configuration record; what is not given is absent from the
+    namespace."""
     for item in items:
         flag, text = f"--{item.name.replace('_', '-')}", _help_of(item)
         if str(item.type) == "bool":

@@ -268,7 +268,7 @@ class _Connection(asyncio.Protocol):
             self._fail(error)
 
     def eof_received(self) -> None:
-        """The end of a body without a length, or of the connection."""
+        """End a body without a length, or the connection."""
         if not self._is_over and self._take == self._take_rest:
             self._end(can_reuse=False)
 
@@ -414,7 +414,7 @@ class EventReader:
         self._lines: list[bytes] = []
 
     def __call__(self, piece: bytes) -> None:
-        """The next bytes, cut anywhere."""
+        """Take the next bytes, split anywhere."""
         data = self._left + piece if self._left else piece
         if b"\r" in data:
             is_cut = data.endswith(b"\r")  # perhaps half of a line end

@@ -58,11 +58,12 @@ def _log_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """As `logging.captureWarnings` does, but on one line, without the source and where it lies."""
+    """Log a warning as `logging.captureWarnings` does, but on one line, without the source and
+    where it lies."""
     where = f"{PurePath(filename).name}:{lineno}"
     logging.getLogger("py.warnings").warning("%s: %s (%s)", category.__name__, message, where)
 
 
 def say_as_json(text: str) -> None:
-    """What a server says of itself on its way, as a line among the others."""
+    """Log a server's own announcement, as a line among the others."""
     logging.getLogger("quire.server").info(text)

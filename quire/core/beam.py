@@ -120,8 +120,8 @@ class BeamSearch:
         return _score(best_running, attainable_len, settings) > self.hypotheses[-1].score
 
     def _advance(self, ops: SequenceOps, survivors: list[_Candidate]) -> None:
-        """Each survivor continues its beam; the first of a beam takes the sequence over,
-        the others fork from it."""
+        """Continue each survivor's beam; the first of a beam takes the sequence over, the others
+        fork from it."""
         heirs: dict[Sequence, Sequence] = {}
         beams = []
         for candidate in survivors:

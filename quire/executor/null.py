@@ -167,14 +167,14 @@ class NullExecutor:
         )
 
     def unregister_processor(self, name: str) -> None:
-        """Nothing was registered."""
+        """Do nothing: none was registered."""
 
     def idle(self) -> bool:
         """There is nothing to prepare."""
         return False
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
     def poison(self, slots: NDArray[np.int64]) -> None:
         """Overwrite slots with nonsense: for tests of the checks themselves."""

@@ -54,7 +54,7 @@ class GrammarJudge:
             _enforce(_TOO_SLOW)
 
     async def check_async(self, grammar: Grammar) -> None:
-        """The same for an event loop, which goes on with other things."""
+        """Check as `check` does, for an event loop, which goes on meanwhile."""
         verdict = self._ask(grammar)
         if isinstance(verdict, Future):
             try:

@@ -289,7 +289,7 @@ class _Comparison:
         return len(self._owners) - 1
 
     def _build(self, node: Node, start: int, end: int, owner: int) -> None:
-        """An automaton from `start` to `end`. Repetitions count to two at most,
+        """Build an automaton from `start` to `end`. Repetitions count to two at most,
         which only makes it accept more."""
         self._budget.spend()
         if isinstance(node, Chars):

@@ -296,7 +296,7 @@ def _checked(name: str, token_ids: Iterable[int], vocab_size: int) -> Ids:
 
 
 def _forbid(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
-    """Ids beyond the vocabulary have logits in some models, and no text."""
+    """Forbid ids beyond the vocabulary, which have logits in some models, and no text."""
     num_tokens = min(len(allowed), len(logits))
     logits[:num_tokens].masked_fill_(
         torch.from_numpy(~allowed[:num_tokens]).to(logits.device), -torch.inf

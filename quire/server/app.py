@@ -140,7 +140,7 @@ def _operation_routes(api: Api) -> list[ApiRoute]:
 
 
 def _description_of(routes: Sequence[ApiRoute]) -> ApiRoute:
-    """Return the document that describes the others, made when it is first asked for."""
+    """Return the document that describes the others, made when it is first requested."""
     made: list[bytes] = []
 
     async def describe(request: Request) -> Response:

@@ -127,7 +127,7 @@ def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
 
 
 def _tracer(config: ApiConfig, model: str) -> RequestTracer | None:
-    """Return a tracer, where OpenTelemetry's environment asks for one. Raises ConfigError."""
+    """Return a tracer, where OpenTelemetry's environment enables one. Raises ConfigError."""
     if not any(name.startswith("OTEL_") for name in os.environ):
         return None  # nothing is imported before the model is being loaded
     from quire.server.ops.tracing import tracer_of

@@ -26,7 +26,7 @@ from quire.text.tools import FORMATS, ToolFormat, format_of_template
 
 
 class Api:
-    """One served model: its client, its texts, who may use it, and the books."""
+    """One served model: its client, its prompts, who may use it, and the accounting."""
 
     def __init__(
         self, config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None
@@ -124,7 +124,7 @@ class Api:
             raise unavailable_feature(
                 param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)"
             )
-        # the form that is asked for leaves no room for thoughts
+        # the output schema leaves no room for reasoning
         if reading is not None and reading.marks is None:
             return {}
         marks = ThinkingMarks(

@@ -139,7 +139,7 @@ class _Replay:
             self.num_arrived += 1
 
     def step(self) -> None:
-        """One step, timed."""
+        """Run and time one step."""
         scheduler = self.scheduler
         started = thread_time()
         plan = scheduler.schedule(self.clock_s)

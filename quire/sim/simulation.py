@@ -145,8 +145,8 @@ class Simulation:
         outcome.num_steps += 1
 
     def _plan(self, now: float) -> None:
-        """The next step, unless it is planned already; and the one after it,
-        where steps overlap."""
+        """Plan the next step, unless it is planned already; and the one after it, where steps
+        overlap."""
         scheduler, in_flight = self.scheduler, self._in_flight
         if not in_flight:
             in_flight.append(scheduler.schedule(now))

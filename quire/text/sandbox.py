@@ -160,7 +160,7 @@ class _TracingGenerator(CodeGenerator):
         self.write(")")
 
     def _visit_weighed(self, node: nodes.Expr, frame: Frame) -> None:
-        """What will be compared or hashed."""
+        """Weigh what will be compared or hashed."""
         is_small = isinstance(node, nodes.Const)
         self.write("(" if is_small else "environment.weighed(")
         self.visit(node, frame)

@@ -209,7 +209,7 @@ class ToolParser:
             self._take_text(char)
 
     def _give_up(self) -> None:
-        """It was no call."""
+        """Give up: it was no call."""
         held, self._held = self._held, ""
         self._state = _TEXT
         self._object = _CallObject(self._form.arguments_key)

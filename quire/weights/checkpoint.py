@@ -208,8 +208,8 @@ class SafetensorsCheckpoint(WeightSource):
         return tensor.name.removeprefix(self._prefix)
 
     def _check(self, spec: DecoderSpec) -> None:
-        """Every tensor of the declaration is there with its shape and a float dtype,
-        and no other is."""
+        """Check that every tensor of the declaration is there with its shape and a float dtype, and
+        no other."""
         expected = {
             tensor.name.removeprefix(self._prefix): tensor for tensor in self._expected(spec)
         }
@@ -269,7 +269,7 @@ class SafetensorsCheckpoint(WeightSource):
 
 
 def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
-    """Rows of a stored tensor, from `first_row` on, into `out` [rows, ...]: straight into it,
+    """Read rows of a stored tensor, from `first_row` on, into `out` [rows, ...]: straight into it,
     if it is the host's memory."""
     row_bytes = stored.num_bytes // stored.shape[0]
     start = stored.start + first_row * row_bytes

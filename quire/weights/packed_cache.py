@@ -181,7 +181,7 @@ class _PackedFile:
         )
 
     def _read(self) -> None:
-        """In few long calls: each return from one waits for the interpreter's lock,
+        """Read in few long calls: each return from one waits for the interpreter's lock,
         which the import of torch holds."""
         memory = memoryview(self._region)[: self._num_bytes]
         try:

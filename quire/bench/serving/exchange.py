@@ -176,7 +176,7 @@ class _TimelineReader:
             self._finish_s = now
 
     def conclude(self, answer: HttpResponse) -> None:
-        """The answer is over: judge it."""
+        """Judge the answer, which is over."""
         seen = self._seen
         if seen.status:
             return

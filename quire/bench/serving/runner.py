@@ -147,8 +147,7 @@ async def _version(client: HttpClient) -> str | None:
 
 
 async def _warm_up(target: Target, request: ServeRequest, count: int) -> None:
-    """A few requests that are not counted; the first that fails ends everything,
-    before a long run of failures."""
+    """Send a few requests that are not counted; the first that fails ends the measurement."""
     for _ in range(count):
         seen = RequestTimeline(0.0)
         await target.exchange(request, seen)

@@ -35,7 +35,7 @@ def audit_manager(
 
 
 def audit_pool(pool: BlockPool) -> None:
-    """The free list holds each unreferenced block once and nothing else;
+    """Check that the free list holds each unreferenced block once and nothing else;
     its links agree in both directions."""
     sentinel, block, seen = pool.num_blocks, pool.num_blocks, set[int]()
     while True:
@@ -61,7 +61,7 @@ def audit_pool(pool: BlockPool) -> None:
 
 
 def audit_index(index: PrefixIndex, pool: BlockPool, *, deep: bool = True) -> None:
-    """Every cached block hangs on a live parent, in order, under its own digest,
+    """Check that every cached block hangs on a live parent, in order, under its own digest,
     and its referenced ones are full."""
     num_full = 0
     for block, node in index._by_block.items():

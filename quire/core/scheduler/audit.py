@@ -79,7 +79,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list[Sequence]) -> None:
-    """Each unfinished sequence is in exactly one queue, and no other sequence is in any."""
+    """Check that each unfinished sequence is in exactly one queue, and no other sequence in any."""
     turns = _parked(scheduler.admission.parking)
     waiting = set(scheduler.waiting.sequences())
     beams = {sequence for sequence in sequences if sequence.status is SequenceStatus.PARKED}
@@ -169,7 +169,7 @@ def _audit_sequence(scheduler: Scheduler, sequence: Sequence) -> None:
 
 
 def _audit_published(sequence: Sequence) -> None:
-    """What a table has published is what its sequence says."""
+    """Check that a table has published what its sequence says."""
     node, size = (
         sequence.table.chain,
         len(sequence.keys.tokens[0]) if sequence.keys and sequence.keys.tokens else 0,

@@ -46,7 +46,7 @@ class PlanBuilder:
         self._replaced.append(ReplacedBlock(row, index, block))
 
     def remove_row(self, row: int) -> None:
-        """The row is free; changes to it that no plan has carried yet are void."""
+        """Free the row; changes to it that no plan has carried yet are void."""
         self._removed.append(row)
         if self._tokens:
             self._tokens = [change for change in self._tokens if change.row != row]

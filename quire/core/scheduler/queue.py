@@ -46,15 +46,15 @@ class ServiceQueue(Protocol):
         ...
 
     def arrived(self, request: Request) -> None:
-        """A request was accepted; its sequences will come and go."""
+        """Note that a request was accepted; its sequences will come and go."""
         ...
 
     def departed(self, request: Request) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         ...
 
     def charge(self, served: Iterable[tuple[Sequence, RowWork]]) -> None:
-        """A step was planned that serves these sequences so much."""
+        """Charge these sequences for what a planned step computes of them."""
         ...
 
     def in_order(self, admitted: list[Sequence]) -> list[Sequence]:
@@ -123,10 +123,10 @@ class WaitingQueue:
             heapify(self._heap)
 
     def arrived(self, request: Request) -> None:
-        """Nothing to note: a rank says it all."""
+        """Do nothing: a rank depends on the request alone."""
 
     def departed(self, request: Request) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def charge(self, served: Iterable[tuple[Sequence, RowWork]]) -> None:
         """Service changes no rank."""

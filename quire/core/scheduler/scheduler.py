@@ -271,8 +271,7 @@ class Scheduler:
         return self._progress
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
-        """What came of one sequence's work, whatever it was;
-        an exception ends its request alone."""
+        """Take in the result of one sequence's work; an exception ends its request alone."""
         if outcome.error is not None:
             self.fail(sequence.request.request_id, outcome.error)
             return
@@ -527,7 +526,7 @@ class Scheduler:
             self._plan_chunk(sequence)
 
     def _make_room_for_urgent(self) -> None:
-        """A waiting sequence may displace running ones that the policy puts behind it."""
+        """Preempt running sequences that the policy puts behind a waiting one."""
         while (preemption := self.admission.displacement()) is not None:
             self._preempt(preemption)
             self._builder.num_preempted -= 1  # the head is to be admitted in this very step

@@ -543,7 +543,7 @@ def _resize_pools(num_threads: int) -> None:
 
 @cache
 def _stay_alone_after_fork() -> None:
-    """A forked child has none of its parent's OpenMP threads and would wait for them forever;
-    it computes with one."""
+    """Compute with one thread after a fork: a child would wait forever for its parent's OpenMP
+    threads."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _resize_pools(1))

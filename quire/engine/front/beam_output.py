@@ -1,5 +1,5 @@
 """From a beam search that has ended to what its user reads.
-A failure here is that search's error and nobody else's."""
+A failure here is the error of that search alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class BeamState(NamedTuple):
-    """A search that is under way, and what its user asked for."""
+    """A running search, and what its user requested."""
 
     request: Request
     params: BeamSearchParams

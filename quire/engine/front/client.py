@@ -66,7 +66,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     max_logprobs: int
-    """Most alternatives a request may ask for; -1 allows the whole vocabulary."""
+    """Most alternatives a request may want; -1 allows the whole vocabulary."""
     eos_token_ids: tuple[int, ...]
     generation_config: dict[str, Any]
     """For `SamplingParams.from_generation_config`."""
@@ -272,7 +272,7 @@ class Client:
             stream.fail(EngineError(SHUTTING_DOWN))
 
     def forget(self, stream: _ClientStream, *, has_left: bool) -> None:
-        """A stream has ended; its request, too, unless its reader left."""
+        """Forget a stream that has ended; its request has, too, unless its reader left."""
         spec = stream.prepared.spec
         del self._streams[spec.request_id]
         self._num_prompt_tokens -= len(spec.prompt_token_ids)

@@ -38,11 +38,11 @@ class Ends(Protocol):
     """Where sequences are ended: at a scheduler, or at what stands for one in another process."""
 
     def stop(self, sequence: SequenceRecord, matched: str) -> None:
-        """The text of a sequence has reached a stop string."""
+        """End a sequence whose text has reached a stop string."""
         ...
 
     def fail(self, request_id: str, message: str) -> None:
-        """The output of a request cannot be made."""
+        """Fail a request whose output cannot be made."""
         ...
 
 
@@ -250,7 +250,7 @@ class OutputProcessor:
         )
 
     def _visible_stop(self, state: RequestState, sequence: SequenceRecord) -> int | str | None:
-        """Return the stop that the user asked for; the model's own end of
+        """Return the stop that the user requested; the model's own end of
         sequence is not worth a mention."""
         reason = sequence.stop_reason
         if sequence.finish_reason is FinishReason.REPETITION:

@@ -120,7 +120,7 @@ def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
             "{'prompt_token_ids': [...]}",
             param="prompt",
         )
-    # Whoever writes a raw prompt writes the template's part too, so special tokens are meant; in a
+    # The author of a raw prompt writes the template's part too, so special tokens are meant; in a
     # chat they are not.
     return tokenizer.encode(text, parse_special=True)
 

@@ -60,7 +60,7 @@ class Stream:
             self._finish(has_left=False)
 
     def fail(self, error: BaseException) -> None:
-        """There is nothing more to come: the reader gets an exception."""
+        """End the stream: its reader gets an exception."""
         self._items.append(error)
         self._has_news.set()
         self._finish(has_left=False)
@@ -103,7 +103,7 @@ class Post:
         self._streams: dict[str, Stream] = {}
 
     def open(self, request_id: str, stream: Stream) -> None:
-        """From now on a request's outputs go to `stream`."""
+        """Send a request's outputs to `stream` from now on."""
         self._streams[request_id] = stream
 
     def find(self, request_id: str) -> Stream | None:

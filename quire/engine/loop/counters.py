@@ -1,5 +1,5 @@
 """The numbers of a running engine, as they are counted: declared once,
-read by whoever describes it or reports of it."""
+read by metrics, status and reports."""
 
 from __future__ import annotations
 

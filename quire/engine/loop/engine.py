@@ -191,7 +191,7 @@ class Engine(StepLoop):
         """One step; returns an output for every request that something happened to, as each asked
         for it.
 
-        Never raises for a bug or a broken executor: whoever was affected gets an output with an
+        Never raises for a bug or a broken executor: each affected request gets an output with an
         error.
         """
         try:

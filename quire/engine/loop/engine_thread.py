@@ -83,7 +83,7 @@ class EngineThread:
         self.submit(lambda engine: self._abort(engine, request_id, None))
 
     def leave(self, request_id: str, stream: Stream) -> None:
-        """A stream's reader has gone: end its request. One that was refused,
+        """End the request of a stream whose reader has gone. One that was refused,
         since its id is in use, ends no other request."""
         with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
             self.submit(lambda engine: self._abort(engine, request_id, stream))
@@ -173,7 +173,7 @@ class EngineThread:
             engine.abort(request_id)
 
     def _end(self) -> None:
-        """Nothing runs any more: refuse new commands, and tell everyone who still waits."""
+        """Refuse new commands and fail all that still wait: nothing runs any more."""
         with self._ending:
             self._is_over = True
         with contextlib.suppress(Exception):

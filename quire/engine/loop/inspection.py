@@ -1,10 +1,10 @@
 """What an engine shows of itself: its last steps, its blocks, and who runs and waits. Plain
 records, torch-free.
 
-An `Inspection` is a base and the steps after it. Whoever applies a step's record to the state
+An `Inspection` is a base and the steps after it. A reader that applies a step's record to the state
 before it (rows removed, rows entered, blocks replaced, blocks appended, tokens computed, blocks
 published and forgotten, in this order) has the state that the worker saw in that step. Records hold
-numbers and requests' ids, never a token or a text: those are asked for one block at a time
+numbers and requests' ids, never a token or a text: those are read one block at a time
 (`BlockContent`).
 """
 
@@ -138,5 +138,5 @@ class BlockContent:
     owners: tuple[str, ...]
     """Names of the sequences whose tables name it."""
     position: int
-    """Of its first token in the sequence; -1 where nobody names it."""
+    """Of its first token in the sequence; -1 where no sequence names it."""
     is_cached: bool

@@ -135,6 +135,6 @@ class StepThread:
         launch, plan = item
         try:
             self._done.put(launch(plan))
-        except BaseException as error:  # whoever waits for the step must hear of it
+        except BaseException as error:  # the thread that waits for the step must hear of it
             self._done.put(error)
         return True

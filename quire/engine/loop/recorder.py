@@ -3,9 +3,9 @@ it can be made again.
 
 A step costs the recorder next to nothing: it keeps lists that the scheduler has made already, and
 looks at single rows only where they come, go, grow, or compute more than a token. Plans themselves
-are not kept: hundreds of small records that live on cost the allocator 50 us a step. Whoever looks
-pays for the rest. Bounded in steps, in pieces of work and in tokens; what leaves the ring is folded
-into the base before it. Never keeps a result, a text or a tensor.
+are not kept: hundreds of small records that live on cost the allocator 50 us a step. A reader that
+looks pays for the rest. Bounded in steps, in pieces of work and in tokens; what leaves the ring is
+folded into the base before it. Never keeps a result, a text or a tensor.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class StepRecorder:
     # ----------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, now: float) -> None:
-        """A step is about to be computed."""
+        """Begin the record of a step that is about to be computed."""
         scheduler = self._scheduler
         before, self._flight = self._flight, scheduler.flights[-1]
         removed = (
@@ -203,7 +203,7 @@ class StepRecorder:
         ))  # fmt: skip
 
     def end(self, now: float) -> None:
-        """The oldest of those begun has been computed and taken in."""
+        """End the oldest record: its step has been computed and taken in."""
         if not self._open:
             return
         step = self._open.popleft()
@@ -232,8 +232,7 @@ class StepRecorder:
             self._base.apply(oldest)
 
     def forget_open(self) -> None:
-        """The steps begun will not be taken in: the worker's state was lost,
-        and everyone's row with it."""
+        """Forget the open records: the worker's state was lost, and all rows with it."""
         self._open.clear()
 
     def _remove(self, row: int, before: Flight) -> _Removed:
@@ -250,7 +249,7 @@ class StepRecorder:
         rows, in_flight = [work[0] for work in plan.work], self._flight.sequences
         entered = []
         for new in plan.new_rows:
-            place = rows.index(new.row)  # whoever enters does so with work
+            place = rows.index(new.row)  # a new row always has work
             sequence = self._sequences[new.row] = in_flight[place]
             request = sequence.request
             record = EnteredRow(
@@ -267,7 +266,7 @@ class StepRecorder:
             entered.append(_Entry(sequence, record))
         return tuple(entered)
 
-    # -- for whoever looks
+    # -- for readers
     # -------------------------------------------------------------------------------------------
 
     def inspect(self, engine: str, since: int, now: float) -> Inspection:

@@ -69,12 +69,12 @@ class SharedEngine:
             del self._owners[request_id]
 
     def step(self) -> None:
-        """One step, and its outputs to their sessions. The engine must be held."""
+        """Run one step and give its outputs to their sessions. The engine must be held."""
         try:
             outputs = self._engine.step()
         except (
             BaseException
-        ):  # interrupted: everybody's requests are lost, and the others must hear of it
+        ):  # interrupted: the requests of all sessions are lost, and the others must hear of it
             self._deliver(self._engine.take_lost())
             raise
         self._deliver(outputs)

@@ -142,7 +142,7 @@ class StepLoop:
         return progress
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[Progress]:
-        """End the requests of a step that was lost; nobody knows what the worker still holds,
+        """End the requests of a step that was lost; it is unknown what the worker still holds,
         so all others start anew."""
         log_failure(logger, f"the executor failed on step {plan.step_id}", error)
         message = f"the engine failed on this step: {type(error).__name__}"
@@ -244,10 +244,10 @@ class PlainLoop:
         return steps.update(plan, result)
 
     def forget(self) -> None:
-        """Nothing is ever in flight between two calls."""
+        """Do nothing: no step is ever in flight between two calls."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class OverlappedLoop:

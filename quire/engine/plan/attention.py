@@ -1,9 +1,9 @@
 """Which attention a GPU computes with: the kernels here, or a library's that is installed; with the
 reasons. No torch.
 
-Owns the choice, for `quire plan` to print and the builder to obey. The libraries' calls are in
+Owns the choice, for `quire plan` to print and the builder to apply. The libraries' calls are in
 `quire.kernels.triton.library_attention`. None of them has been run by this project yet, so none is
-taken unasked.
+chosen by default.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:
 
 
 def _free_memory(nvml: ctypes.CDLL | None, uuid: str) -> int | None:
-    """Return free bytes of the GPU with this identity (32 hexadecimal digits); None where nobody
+    """Return free bytes of the GPU with this identity (32 hexadecimal digits); None where no driver
     tells."""
     if nvml is None or nvml.nvmlInit_v2():
         return None

@@ -59,7 +59,7 @@ class Machine:
     memory_reason: str = "free memory"
     """What `available_memory` is."""
     gpu: Gpu | None = None
-    """Looked for only where somebody wants to compute on one."""
+    """Looked for only where the engine is to compute on one."""
 
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> Machine:

@@ -2,7 +2,7 @@
 with its reason.
 
 `resolve` is a pure function of the user's config, the model's declaration and the machine. Its
-outcome is printed by `quire plan` and obeyed to the letter: no profiling run, no value that is
+outcome is printed by `quire plan` and followed exactly: no profiling run, no value that is
 filled in later.
 """
 
@@ -39,9 +39,9 @@ DEFAULT_MAX_KV_BYTES = 4 << 30
 a laptop has other uses for its memory."""
 GPU_CONTEXT_BYTES = 768 << 20
 """What torch's context, its libraries and the compiled kernels take of a GPU before any tensor.
-Reckoned, not measured."""
+Estimated, not measured."""
 GRAPH_BYTES_PER_LAYER = 64 << 10
-"""What a recorded graph keeps on the device for the launches of one layer. Reckoned;
+"""What a recorded graph keeps on the device for the launches of one layer. Estimated;
 the engine counts what it really takes."""
 MIN_GRAPH_TOKENS = 256
 """Steps of up to so many tokens are recorded, and those in which all sequences decode."""
@@ -50,7 +50,7 @@ GRAPH_POOL_BYTES = 64 << 20
 it asks the driver for pieces of 2 and 20 MiB."""
 SHARED_BYTES_PER_LAYER = 1 << 30
 """A step that would read so many bytes of shared prefixes again, for each layer, is computed
-without a graph, which reads them once. Reckoned: 0.25 ms at 4 TB/s, about what the launches of one
+without a graph, which reads them once. Estimated: 0.25 ms at 4 TB/s, about what the launches of one
 layer cost the host beyond a graph's.
 """
 HALF = "float16"
@@ -533,7 +533,7 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
     """Peak of temporary tensors, computed in float32 to be on the safe side.
 
     Within a layer: the stream, its norm, the widest projection and its activation. At the end:
-    logits of every sequence, and an edited copy where requests ask for penalties or bias; or those
+    logits of every sequence, and an edited copy where requests have penalties or bias; or those
     of a prompt that is scored, and of the piece before.
     """
     logits_bytes = (

@@ -1,5 +1,5 @@
 """`python -m quire.engine.process FILENO PARENT_PID [json-logs]`:
-started by the supervisor and by nobody else."""
+started by the supervisor alone."""
 
 import sys
 

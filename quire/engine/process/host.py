@@ -2,8 +2,8 @@
 channel.
 
 Ends when the server does: on the end of the connection, on anything that is not of the protocol,
-and by the kernel's word should the server die without closing it. It listens to nobody else, and to
-no terminal: when to end is the server's decision.
+and by the kernel's word should the server die without closing it. It listens to no other process,
+and to no terminal: when to end is the server's decision.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Host:
         return service
 
     def _serve(self, service: Service) -> None:
-        """One round: what the server says, then a step, then what it brought."""
+        """Serve one round: what the server says, then a step, then its results."""
         if not service.has_work:
             while not wait((self._channel,), (), 0.0) and service.loop.idle():
                 pass

@@ -2,11 +2,10 @@
 engine.
 
 A request's tokens depend on its prompt, its parameters, its seed and the tokens it has, and on
-nothing else that an engine
-holds: numbers do not depend on company or history, and chance is drawn by (seed, sequence,
-position). So an entry can be put to a new engine at any time, and the answer goes on as if nothing
-had happened. Text, stop strings and log-probabilities that were delivered live here already and are
-not made again.
+nothing else that an engine holds: numbers do not depend on batch composition or history, and chance
+is drawn by (seed, sequence, position). So an entry can be put to a new engine at any time, and the
+answer goes on as if nothing had happened. Text, stop strings and log-probabilities that were
+delivered live here already and are not made again.
 
 Owned by the supervisor's thread.
 """
@@ -127,7 +126,7 @@ class JournalEntry:
         return [(sequence, None, None) for sequence in unfinished]
 
     def leave_engine(self) -> None:
-        """The engine that had it is gone."""
+        """Note that the engine that had it is gone."""
         self.is_sent = False
         self.num_delivered = 0
         self._num_earlier_preemptions = self.request.metrics.num_preemptions
@@ -232,7 +231,7 @@ class Journal:
         return messages
 
     def leave_engine(self) -> None:
-        """The engine is gone, and with it whatever it was to hear."""
+        """Note that the engine is gone, and with it all messages to it."""
         self._messages.clear()
         self.lists.leave_engine()
         for entry in self.entries.values():
@@ -241,7 +240,7 @@ class Journal:
     # What the output processor asks of it (`Ends`).
 
     def stop(self, sequence: SequenceRecord, matched: str) -> None:
-        """A stop string has ended a sequence; its engine would go on."""
+        """End a sequence at a stop string; its engine would go on."""
         is_known_to_engine = sequence.status is not SequenceStatus.FINISHED
         entry = self._by_id[sequence.request.request_id]
         sequence.status = SequenceStatus.FINISHED
@@ -252,7 +251,7 @@ class Journal:
             self._messages.append(Finish(entry.number, sequence.index))
 
     def fail(self, request_id: str, message: str) -> None:
-        """A request's output cannot be made."""
+        """Fail a request whose output cannot be made."""
         entry = self._by_id.get(request_id)
         if entry is not None:
             entry.end(FinishReason.ERROR, message)

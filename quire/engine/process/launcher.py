@@ -23,7 +23,7 @@ class EngineProcess:
     """A running engine's process, and the channel to it: one end of a socket pair, whose other end
     the process inherits.
 
-    A pair has no name, so there is nothing that anybody else could connect to. With
+    A pair has no name, so no other process can connect to it. With
     `has_json_logs`, what it logs is JSON.
     """
 
@@ -53,7 +53,7 @@ class EngineProcess:
                 f"the engine's process cannot be started: {type(error).__name__}"
             ) from error
         self.channel: Channel[Up] = Channel(ours, Up)
-        # it has ended already, as whoever receives from it will find out
+        # it has ended already, as the receiver will find out
         with contextlib.suppress(ChannelClosed):
             self.channel.send(start)
 

@@ -151,12 +151,12 @@ class TokenDelta(_TaggedMessage, frozen=True, array_like=True):
     index: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, where the request asked for them."""
+    """One per token, where the request wants them."""
     finish_reason: str | None = None
     stop_token_id: int | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """With the first token, where the request asked for them."""
+    """With the first token, where the request wants them."""
     served: ServeStats | None = None
     """With the first token and at the end."""
 

@@ -1,11 +1,11 @@
 """Which requests a new engine is given, and when: so that one that kills engines is found, and ends
 alone.
 
-Nobody can see which request killed an engine; but a poisonous one dies again wherever it runs. A
-death is *fruitless* for a request that had gained hardly anything from the engine that died:
-whoever makes progress is not what kills. After one fruitless death, requests are let in one at a
+It cannot be seen which request killed an engine; but a poisonous one dies again wherever it runs. A
+death is *fruitless* for a request that had gained hardly anything from the engine that died: a
+request that made progress is not the cause. After one fruitless death, requests are let in one at a
 time, each only once the one before has gained something. After two, a request runs quite alone,
-before anybody else. If that engine dies as well, the request fails, and everyone else goes on.
+before any other. If that engine dies as well, the request fails, and all others go on.
 
 Engines that are killed from outside cost no innocent request anything but time, unless three in a
 row are killed in the very moments in which it alone is being let in.

@@ -82,11 +82,11 @@ class SharedLists:
         )
 
     def note_sent(self, number: int) -> None:
-        """The engine has them now."""
+        """Note that the engine has them now."""
         self._by_number[number].is_sent = True
 
     def leave_engine(self) -> None:
-        """The engine is gone, and all it had."""
+        """Note that the engine is gone, and all it had."""
         for held in self._by_number.values():
             held.is_sent = False
 

@@ -3,7 +3,7 @@
 One thread owns the journal, the engine's process and the channel to it. It gives requests to the
 engine, takes in what comes back, watches for signs of progress, and replaces an engine that is
 dead, frozen or speaks nonsense; what was in flight goes on with the next one. It never waits
-without a limit, and nobody waits for it: others post commands and read `state`.
+without a limit, and no thread waits for it: others post commands and read `state`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Supervisor:
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        # full: it is awake; closed: it is over, and says so to whoever still comes
+        # full: it is awake; closed: it is over, and refuses later requests
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
 
@@ -284,7 +284,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------
 
     def _replace(self, complaint: str) -> None:
-        """The engine is lost: make sure that it is gone, and go on with another."""
+        """Make sure that a lost engine is gone, and go on with another."""
         process, self._process = self._process, None
         assert process is not None
         process.kill()

@@ -49,7 +49,7 @@ class Watch:
         self.pulse = Pulse()
         self.num_restarts = 0
         self.num_deaths_in_a_row = 0
-        """Engines that died without having brought anybody a token."""
+        """Engines that died before any request had a token of them."""
         self.is_loaded = False
         self.last_sign_s = 0.0
         self.last_step_s: float | None = None
@@ -57,21 +57,21 @@ class Watch:
         self._started_s = 0.0
 
     def start(self, now: float) -> None:
-        """An engine has been started."""
+        """Note that an engine has been started."""
         self._started_s = self.last_sign_s = now
         self.is_loaded = False
         self.last_step_s = None
         self.pulse = Pulse()
 
     def hear(self, pulse: Pulse, now: float) -> None:
-        """A sign of life that says how things are."""
+        """Take a heartbeat."""
         self.last_sign_s = now
         if pulse.num_steps != self.pulse.num_steps or pulse.step_age_s is None:
             self.last_step_s = now - (pulse.step_age_s or 0.0)
         self.pulse = pulse
 
     def note_progress(self) -> None:
-        """Somebody has gained a token."""
+        """Note that a request has a new token."""
         self.num_deaths_in_a_row = 0
 
     def complaint(self, now: float) -> str | None:

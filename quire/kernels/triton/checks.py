@@ -53,7 +53,8 @@ def check_floats(tensor: Tensor, name: str) -> None:
 
 
 def check_heads(tensor: Tensor, name: str) -> None:
-    """As `check_floats`, for [T, heads, D] of which the last two dimensions are contiguous."""
+    """Check as `check_floats` does, for [T, heads, D] of which the last two dimensions are
+    contiguous."""
     if tensor.dtype not in FLOATS:
         raise TypeError(
             f"{name} is {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16"

@@ -130,7 +130,7 @@ class Tuning:
         return cls(name=path.stem, **data, **linear, **attention)  # type: ignore[arg-type]
 
     def write(self, path: Path) -> None:
-        """A data file that `read` reads, one entry a line."""
+        """Write a data file that `read` reads, one entry a line."""
         entries = {key: value for key, value in asdict(self).items() if key != "name"}
         lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in entries.items())
         path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

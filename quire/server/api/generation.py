@@ -1,5 +1,5 @@
 """Running a request: admission, the engine's streams, deadlines, a client that leaves or reads too
-slowly, and the books.
+slowly, and the accounting.
 
 A `GenerationRun` is one HTTP request's generations (several for a list of prompts), merged into one
 sequence of outputs. However it ends, `close` leaves nothing behind: engine requests are aborted,
@@ -184,7 +184,7 @@ class Generator:
         return run
 
     def _check_priorities(self, call: Call, jobs: Sequence[GenerationJob]) -> None:
-        """A tenant's requests may not go before its class."""
+        """Refuse requests of a class that is before their tenant's."""
         for priority in {job.priority for job in jobs if job.priority is not None}:
             if not call.tenant.may_ask_for(priority):
                 raise bad_request(
@@ -259,8 +259,8 @@ class GenerationRun:
         """Return the next output; None if there is none within `wait_s`. Raises what ended the run
         early; not to be called when it `is_over`.
 
-        What comes while this waits is offered to `pass_on` and goes past whoever waits if that
-        takes it, in order; a job's last output is not offered.
+        While this waits, each new output is first offered to `pass_on`; if it returns True, the
+        output is consumed there. A job's last output is always returned here.
         """
         give_up_s = None if wait_s is None else time.monotonic() + wait_s
         while not self._items:
@@ -303,7 +303,7 @@ class GenerationRun:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # each holds, by what ended it, this run: nobody would free them before the cycle collector
+        # each holds, by what ended it, this run: they would stay until the cycle collector
         self._tasks.clear()
         for each in self._progress:
             with contextlib.suppress(Exception):  # an engine that is gone has nothing to abort
@@ -348,7 +348,7 @@ class GenerationRun:
         self._news.set()
 
     def _has_passed_on(self, number: int, output: RequestOutput) -> bool:
-        """Return whether an output needs nobody to be woken: it was taken where it came in,
+        """Return whether an output needs no task to be woken: it was taken where it came in,
         or the run has failed."""
         if self._pass_on is None or self._items:
             return False
@@ -422,7 +422,7 @@ class GenerationRun:
         if self._failure is None:
             self._failure = error
             if not isinstance(error, ApiError) or error.status == 499:
-                # nobody will read them; before an error, what was made is still delivered
+                # they will not be read; before an error, what was made is still delivered
                 self._items.clear()
             if isinstance(error, ApiError):
                 self._generator.metrics.request_failed(error.code or "error")
@@ -476,7 +476,7 @@ class GenerationRun:
 def _error_of(output: RequestOutput) -> ApiError | None:
     """Return what an output says went wrong, if it does."""
     reasons = {completion.finish_reason for completion in output.outputs}
-    # nobody's mistake but the sender's, though it shows only under way
+    # the sender's mistake, though it shows only under way
     if output.error == NO_TOKEN_LEFT:
         return bad_request(f"the request cannot be answered: {output.error}", code="no_token_left")
     if output.error is not None or "error" in reasons:

@@ -58,8 +58,8 @@ class Reading:
         return AnswerReader(self)
 
     def constraints(self, form: StructuredOutputsParams | None, param: str) -> dict[str, Any]:
-        """Return the sampling parameters that the reading, and the form that `param` asks for,
-        need. Raises ApiError 400."""
+        """Return the sampling parameters that the answer's format, and the output schema of
+        `param`, need. Raises ApiError 400."""
         given: dict[str, Any] = {"structured_outputs": form}
         grammar = None if self.tools is None else self.tools.grammar
         if grammar is not None and form is not None and not self.is_call:

@@ -1,4 +1,4 @@
-"""What form an answer is to have, from the several fields that ask for one to the engine's one
+"""The output schema of an answer, from the several fields that can give one to the engine's one
 parameter.
 
 OpenAI's `response_format` (chat) and `text.format` (responses), and vLLM's `structured_outputs` and
@@ -35,7 +35,7 @@ Asked = tuple[str, Mapping[str, Any]]
 
 
 async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
-    """Return the one form that is asked for, if any, and known to be possible. Raises ApiError
+    """Return the one output schema that is given, if any, and known to be possible. Raises ApiError
     400."""
     if not asked:
         return None
@@ -67,7 +67,7 @@ def asks_for_json(asked: list[Asked]) -> bool:
 
 
 def from_response_format(value: object, param: str = "response_format") -> list[Asked]:
-    """Return what a chat's `response_format` asks for."""
+    """Return the output schema of a chat's `response_format`."""
     if value is None:
         return []
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -113,7 +113,7 @@ def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
 
 
 def from_guided(request: object) -> list[Asked]:
-    """Return what vLLM's fields ask for, its older ones too."""
+    """Return the output schema of vLLM's fields, its older ones too."""
     asked: list[Asked] = []
     for name, form in GUIDED.items():
         value = getattr(request, name)

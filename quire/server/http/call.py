@@ -43,7 +43,7 @@ class Call:
     is_admitted: bool = False
     """Whether it has a place among the requests in flight."""
     is_chat: bool = True
-    """Whether what is asked for is a reply in a chat, not the continuation of a text."""
+    """Whether the request is for a reply in a chat, not for the continuation of a text."""
 
     def ignore(self, names: Iterable[str], why: str) -> None:
         """Note fields that have no effect. Raises ApiError 400 for the first of them,

@@ -38,7 +38,7 @@ access_logger = logging.getLogger("quire.access")
 
 PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", *(path.encode() for path in PAGE_PATHS)})
 """The page's files are the same on every server;
-they ask for everything else with their user's key."""
+they request everything else with their user's key."""
 MAX_URL_LEN = 8192
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
@@ -219,7 +219,7 @@ class _Exchange:
             self._gate.finished(self)
 
     async def receive(self) -> Message:
-        """Return what the client sends next, whoever reads it."""
+        """Return what the client sends next, and note the end of the body."""
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
             self.is_body_read = True
@@ -280,7 +280,7 @@ def _dropping(receive: Receive) -> Receive:
 async def send_json(
     send: Send, status: int, body: object, headers: dict[str, str] | None = None
 ) -> None:
-    """One complete JSON response."""
+    """Send a complete JSON response."""
     data = msgspec.json.encode(body)
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     fields += [
@@ -340,13 +340,13 @@ def _request_id(fields: Fields) -> str:
 
 
 def _trace_parent(fields: Fields) -> str | None:
-    """Return the header `traceparent` where it looks like one; whoever traces reads it."""
+    """Return the header `traceparent` where it looks like one; the tracer reads it."""
     value = fields.get(b"traceparent", b"")
     return value.decode() if _TRACE_PARENT.match(value) else None
 
 
 def _set_deadlines(call: Call, fields: Fields, config: ApiConfig) -> None:
-    """The operator's deadlines, which a client may only bring forward."""
+    """Set the operator's deadlines, which a client may only bring forward."""
     call.deadline_s = call.started_s + _seconds(
         "x-request-timeout-s", fields, config.request_timeout_s
     )

@@ -264,10 +264,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_body = True
 
     def on_url(self, url: bytes) -> None:
-        """The request line has been read."""
+        """Take the request line."""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header. Trailers are dropped: they come after everything has been decided."""
+        """Take a header. Trailers are dropped: they come after everything has been decided."""
         if self._is_in_head:
             self.headers.append((name.lower(), value.rstrip(b" \t")))
 
@@ -283,7 +283,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("too many chunks")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body; dropped where the answer did not wait for it."""
+        """Take a piece of the body; it is dropped where the answer did not wait for it."""
         self._num_framing_bytes -= len(body)
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -294,7 +294,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """End the request: it is complete."""
         self._is_in_body = False
         if self.cycle is not None:
             self.cycle.more_body = False
@@ -309,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _break_off(self) -> None:
-        """A body that cannot be parsed. Inside a response nothing can be said any more."""
+        """End a body that cannot be parsed. Inside a response no error can be sent any more."""
         cycle = self.cycle
         self._is_deaf = True
         if cycle is None or cycle.response_started:
@@ -321,8 +321,8 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def _set_clocks(self) -> None:
-        """A head must come in time, and so must the rest of a body whose answer did not wait for
-        it. Between two requests there is more of it.
+        """Set the deadlines: a head must come in time, and so must the rest of a body whose answer
+        did not wait for it. Between two requests there is more of it.
         """
         self._unset_keepalive_if_required()
         if self._is_answering:
@@ -347,7 +347,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _give_up(self) -> None:
-        """The headers did not arrive in time."""
+        """Close a connection whose headers did not arrive in time."""
         self._header_timer = None
         if self._is_in_body:
             self.transport.close()

@@ -1,4 +1,4 @@
-"""What a URL asks for behind its `?`: read once, for every route, into the record that the route
+"""The query of a URL: read once, for every route, into the record that the route
 declares.
 
 Owns the judging of query strings. A record has fields of `int` with both bounds, `str` with a

@@ -31,7 +31,7 @@ DONE = b"data: [DONE]\n\n"
 WRITER = "quire.writer"
 """The ASGI extension in which a connection offers its `EventWriter`, as "writer"."""
 _PLACEHOLDER = secrets.token_hex(16)
-"""Nobody who names a model can guess it."""
+"""A client that names a model cannot guess it."""
 _encode = msgspec.json.Encoder().encode
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -120,7 +120,7 @@ class EventWriter(Protocol):
         ...
 
     def write(self, body: bytes) -> None:
-        """One more piece of the body."""
+        """Write a piece of the body."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""The live engine for whoever looks: its last steps since a cursor, and what a block held in one of
+"""Views of the live engine: its last steps since a cursor, and what a block held in one of
 them.
 
 Numbers are for every key. Names of requests and tenants, and texts, are for admin keys, and for
-everybody where the server has no keys; others see made-up names that are stable while the server
+everybody where the server has no keys; others see pseudonyms that are stable while the server
 runs. A question costs the engine a moment between two steps, so only so many are put at once.
 """
 
@@ -42,7 +42,7 @@ class StepsQuery(msgspec.Struct, kw_only=True):
 
 
 class BlockQuery(msgspec.Struct, kw_only=True):
-    """In which step a block is looked into."""
+    """The step in which a block is inspected."""
 
     step: StepNumber = -1
 
@@ -106,7 +106,8 @@ class Inspector:
             self._num_asking -= 1
 
     def _disguised(self, inspection: Inspection) -> Inspection:
-        """Return the same without anybody's names, and without reasons that hold some."""
+        """Return the same without the names of requests and tenants, and without reasons that hold
+        some."""
         replace = dataclasses.replace
         base = inspection.base
         if base is not None:

@@ -3,7 +3,7 @@ here.
 
 Owns one registry per server. Tokens are counted as they come, also those of requests that end
 early; histograms are fed as requests end well; gauges are read from the engine's status when
-somebody asks. Labels are the model's name, a tenant's name from the operator's file, or a fixed
+they are read. Labels are the model's name, a tenant's name from the operator's file, or a fixed
 word: never what a client sent, so their number is bounded.
 """
 
@@ -214,17 +214,17 @@ class Metrics:
         self._histograms["inter_token_latency_seconds"].observe(elapsed_s)
 
     def event_loop_lag(self, lag_s: float) -> None:
-        """How late the event loop was."""
+        """Observe how late the event loop was."""
         self._histograms["event_loop_lag_seconds"].observe(lag_s)
 
     def request_failed(self, code: str) -> None:
-        """One generation ended with an error of ours; `code` is one of our own words."""
+        """Count a generation that ended with an error; `code` is one of a fixed set."""
         self._failures.labels(self._model, code).inc()
         if code == NOT_FINITE_CODE:
             self._corrupted.inc()
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
-        """A request's prompt is in the KV cache: its first output is there."""
+        """Count a request's prompt, which is in the KV cache: its first output is there."""
         counts = self._counts
         counts["prompt_tokens"] += num_tokens
         counts["prompt_tokens_cached"] += num_cached
@@ -315,7 +315,7 @@ class _TokenHistogram:
 
 
 class _Histograms(Collector):
-    """All of them, when they are asked for."""
+    """All of them, when they are read."""
 
     def __init__(
         self, prefix: str, model_name: str, histograms: Mapping[str, _TokenHistogram]
@@ -371,7 +371,7 @@ def _num_tasks() -> float:
 
 
 class _Live(Collector):
-    """Gauges and counters that somebody else keeps, read when they are asked for."""
+    """Gauges and counters that other components keep, read at each scrape."""
 
     def __init__(
         self, prefix: str, model_name: str, client: Client, admission: AdmissionControl

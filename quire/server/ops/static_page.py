@@ -1,7 +1,7 @@
 """The page to look at: a few files out of the package, served as they are under a strict
 Content-Security-Policy.
 
-They hold no secret and nothing of this server, so they need no key; what they show they ask for
+They hold no secret and nothing of this server, so they need no key; what they show they request
 with the key that its user gives. The list of files is made when the server starts, so no path of a
 request ever reaches the file system.
 """

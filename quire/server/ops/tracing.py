@@ -35,7 +35,7 @@ _PARAMETERS = {
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for traces, in OpenTelemetry's own words."""
+    """Return whether the environment enables traces, in OpenTelemetry's own words."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip()

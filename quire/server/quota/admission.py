@@ -146,12 +146,12 @@ class AdmissionControl:
             raise
 
     def note_start(self, ticket: Ticket) -> None:
-        """An output of the request has been seen. To be called once."""
+        """Note the request's first output. To be called once."""
         ticket.has_started = True
         self._num_changes += 1
 
     def release(self, ticket: Ticket) -> None:
-        """The request has ended, however it did. Idempotent."""
+        """Release a request that has ended, however it did. Idempotent."""
         if ticket not in self._tickets:
             return
         del self._tickets[ticket]

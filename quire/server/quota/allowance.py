@@ -1,7 +1,7 @@
 """What a tenant may use up in a minute, of requests or of tokens: a bucket that holds a minute's
 worth and fills all the time.
 
-Owns the arithmetic and OpenAI's headers of it. Never refuses: whoever asks decides.
+Owns the arithmetic and OpenAI's headers of it. Never refuses: the caller decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one request may cost at most, besides its tokens: all that multiplies, known before anything
 is allocated.
 
-A body of a hundred bytes could ask for gigabytes otherwise. Three products are bounded.
+A body of a hundred bytes could cost gigabytes otherwise. Three products are bounded.
 Log-probabilities: tokens times alternatives times sequences; each entry takes about 380 bytes until
 its answer is sent (measured: 252,000 entries, 91 MiB), and those of a prompt count as often as the
 answer shows them. Entries of lists (`logit_bias`, `stop_token_ids`) times sequences:
@@ -39,7 +39,7 @@ class Bounds:
         self._vocab_size = vocab_size
 
     def check(self, pieces: Sequence[Piece]) -> None:
-        """Refuse a request that asks for too much. Raises ApiError 400 with the numbers."""
+        """Refuse a request that would cost too much. Raises ApiError 400 with the numbers."""
         check_sequences(
             self._config, len(pieces), sum(each.params.num_sequences for each in pieces)
         )

@@ -65,15 +65,15 @@ class Tenant:
     is_isolated: bool = True
     """Whether its cached prefixes are its own."""
     is_admin: bool = False
-    """Whether it may see what is not its own: names and texts of everybody's requests."""
+    """Whether it may see what is not its own: names and texts of all requests."""
 
     priority: int = 0
-    """Class of its requests, the smaller served first. A request may only ask for a later one,
+    """Class of its requests, the smaller served first. A request may only choose a later one,
     lest it go before others'."""
 
     def may_ask_for(self, priority: int) -> bool:
         """Return whether a request may be of this class: of any,
-        where there is nobody else or an operator asks."""
+        where there is no other tenant or an operator asks."""
         return self.is_admin or priority >= self.priority
 
     @property

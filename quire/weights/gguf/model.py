@@ -104,8 +104,8 @@ class GgufModel:
         )
 
     def check(self, spec: DecoderSpec) -> None:
-        """The file has the declaration's tensors in their shapes, and no others.
-        Raises CheckpointError."""
+        """Check that the file has the declaration's tensors in their shapes, and no others. Raises
+        CheckpointError."""
         expected = {self.stored_name(tensor): tensor.stored_shape for tensor in spec.tensors}
         tensors = self.file.tensors
         wrong = [

@@ -166,7 +166,7 @@ class _PreparedMessages:
         return {} if self.encoded.edits is None else {"context_management": self.encoded.edits}
 
     def timings(self, output: RequestOutput, usage: Usage) -> dict[str, Any]:
-        """Return where the time went, if that was asked for."""
+        """Return where the time went, if requested."""
         if not self.request.timings:
             return {}
         num_tokens = usage.num_output_tokens
@@ -351,7 +351,7 @@ def _asks_for_something(value: Any) -> bool:
 
 
 def _asked_form(body: CountRequest) -> list[Asked]:
-    """Return what `output_config.format`, or its older name, asks for."""
+    """Return the output schema of `output_config.format`, or of its older name."""
     asked: list[Asked] = []
     forms = {
         "output_format": body.output_format,

@@ -275,7 +275,7 @@ class BatchJob:
         self._results.append(entry, is_good=answer.status == 200)
 
     async def _stop_lines(self) -> None:
-        """What is in flight is given up, but for what is being written."""
+        """Give up what is in flight, except for what is being written."""
         for task in self._lines:
             task.cancel()
         for tasks in (self._lines, self._writes):

@@ -1,4 +1,4 @@
-"""Requests of batches among everybody else's: when one may be sent, and what becomes of it.
+"""Requests of batches beside those of clients: when one may be sent, and what becomes of it.
 
 A line is a request like any other: it is admitted on its tenant's account, within its limits, and
 has deadlines. It yields to those that came by themselves: it is sent only while few requests wait,
@@ -57,7 +57,7 @@ class BatchLines:
 
     @property
     def endpoints(self) -> list[str]:
-        """What lines can ask for."""
+        """What lines can request."""
         return sorted(self._runners)
 
     @property

@@ -458,7 +458,7 @@ class _CompletionEvents:
         return data_event(chunk)
 
     def count(self, num_tokens: int) -> None:
-        """More tokens are part of the events."""
+        """Count further tokens of the events."""
         self._num_tokens += num_tokens
 
     def _usage(self) -> dict[str, Any]:

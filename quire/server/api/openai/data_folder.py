@@ -140,7 +140,7 @@ class DataFolder:
             raise
 
     def _write(self, target: IO[bytes], data: bytes) -> None:
-        """The one place where bytes go to the disk."""
+        """Write bytes to the disk; nothing else does."""
         left = memoryview(data)
         while left:
             left = left[target.write(left) :]

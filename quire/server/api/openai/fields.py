@@ -2,7 +2,7 @@
 range.
 
 Three kinds. Most mean something here and become `SamplingParams`. Those of `UNAVAILABLE` are
-refused by name, with the reason, whenever they ask for something. Those of `HINTS` may be ignored
+refused by name, with the reason, whenever they have an effect. Those of `HINTS` may be ignored
 without changing an answer. Any other field is unknown, and is named in a response header or
 refused, as the operator wishes.
 """
@@ -74,7 +74,7 @@ UNAVAILABLE: Mapping[str, str] = {
 NO_EFFECT = "this has no effect here"
 HINTS = ("store", "prediction", "verbosity", "length_penalty", "early_stopping", "session_id")
 """Ignored, and named in a response header; `user`,
-`metadata` and the like ask for nothing and are not."""
+`metadata` and similar fields have no effect and are not."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""OpenAI's lists: which part of one a URL asks for, and how it is answered."""
+"""OpenAI's lists: which page of one a URL requests, and how it is answered."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class ScoredToken(NamedTuple):
 
 
 class TokenNames:
-    """How tokens are named in answers: their text, or their ids where the request asks for that."""
+    """How tokens are named in answers: their text, or their ids where the request wants that."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool, shows_special: bool) -> None:
         self._tokenizer = tokenizer

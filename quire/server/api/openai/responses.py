@@ -178,7 +178,7 @@ class _PreparedResponse:
         return self.job.params.logprobs is not None
 
     def add_timings(self, answer: dict[str, Any], output: RequestOutput, usage: Usage) -> None:
-        """Where the time went, if that was asked for."""
+        """Add where the time went, if requested."""
         if self.request.timings:
             num_tokens = usage.num_output_tokens
             answer["timings"] = timings(
@@ -404,7 +404,7 @@ def _check(body: ResponseRequest) -> None:
 
 
 def _asked_form(body: ResponseRequest) -> list[Asked]:
-    """Return what `text.format` asks for: as a chat's `response_format`, but flat."""
+    """Return the output schema of `text.format`: as a chat's `response_format`, but flat."""
     form = (body.text or {}).get("format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         return from_named_schema(form, "text.format")

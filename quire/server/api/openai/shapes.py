@@ -1,7 +1,7 @@
 """Which fields the objects within OpenAI's requests have, where they are read by hand.
 
 Owns names alone: what is not among them is reported as an unknown field of the body is (see
-`body.shape`). Names that ask for nothing, such as an item's `id`, are known too, since clients send
+`body.shape`). Names without an effect, such as an item's `id`, are known too, since clients send
 back what they were given.
 """
 
