@@ -83,7 +83,7 @@ class RequestOutputKind(Enum):
     """Nothing: only the finished output is delivered."""
 
 
-class ThinkingMarks(NamedTuple):
+class ThinkTags(NamedTuple):
     """What a model writes around its thoughts."""
 
     begin: str
@@ -154,7 +154,7 @@ class SamplingParams:
     is written for it. -1 is
     None: no limit.
     """
-    thinking_marks: ThinkingMarks | None = None
+    thinking_marks: ThinkTags | None = None
     """None leaves them to the model's chat template."""
     repetition_detection: RepetitionDetectionParams | None = None
     """When an answer that repeats itself is ended. A mapping of its fields is accepted, too."""

@@ -39,8 +39,8 @@ and both of its halves know."""
 ANY_STATE = -1
 
 
-class MarkSpelling(NamedTuple):
-    """How tokens spell the two marks around a model's thoughts: automata whose states count the
+class ThinkTagTokens(NamedTuple):
+    """The tokens of a model's two think tags: automata whose states count the
     bytes of a mark spelt so far.
 
     Steps are (state, token id, next state), or with `ANY_STATE` a step from every state that has
@@ -64,7 +64,7 @@ class ThinkingBudget(NamedTuple):
     max_tokens: int
     is_open: bool
     """Whether the prompt has begun the thoughts, so that they need no first mark."""
-    marks: MarkSpelling
+    marks: ThinkTagTokens
 
 
 class RowSampling(NamedTuple):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from quire.core.plan import ANY_STATE, MarkSpelling, ThinkingBudget
+from quire.core.plan import ANY_STATE, ThinkingBudget, ThinkTagTokens
 from quire.sampling.rows import TokenIds
 
 _BEFORE, _WITHIN, _BEHIND = "before", "within", "behind"
@@ -69,7 +69,7 @@ _Steps = dict[tuple[int, int], int]
 
 
 @lru_cache(maxsize=4)
-def _steps(marks: MarkSpelling) -> tuple[_Steps, _Steps]:
+def _steps(marks: ThinkTagTokens) -> tuple[_Steps, _Steps]:
     """Of the first mark and of the second one: thousands for a large vocabulary,
     and the same for all of a model's rows."""
     begin = {(state, token_id): to for state, token_id, to in marks.begin_steps}

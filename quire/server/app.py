@@ -1,4 +1,4 @@
-"""The application: which path leads where, behind the gate."""
+"""The application: which path leads where, behind the gateway."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from quire.server.api.openai.listing import FileListing, Listing
 from quire.server.api.openai.models import EmbeddingRequest, Models
 from quire.server.api.openai.responses import InputTokensRequest, ResponseRequest, Responses
 from quire.server.api.tokens import DetokenizeRequest, TokenizeRequest, Tokens
-from quire.server.http.door import Door
-from quire.server.http.gate import Gate
+from quire.server.http.gateway import Gateway
 from quire.server.http.query import NoQuery
+from quire.server.http.quota_check import QuotaCheck
 from quire.server.ops import static_page
 from quire.server.ops.inspector import BlockQuery, Inspector, StepsQuery
 from quire.server.ops.openapi import UPLOAD, ApiRoute, Endpoint, document
@@ -71,7 +71,7 @@ def build_app(
         await batches.close()
         if store is not None:
             store.close()
-        api.texts.close()
+        api.prompts.close()
         probe.stop()
 
     routes = [
@@ -82,7 +82,7 @@ def build_app(
     routes.append(_description_of(routes))
     page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
     router = Router([*routes, *page], redirect_slashes=False, lifespan=lifespan)
-    return Gate(Door(router, api.admission), config, keys, api.metrics)
+    return Gateway(QuotaCheck(router, api.admission), config, keys, api.metrics)
 
 
 def _generation_routes(

@@ -34,7 +34,7 @@ from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig
 from quire.errors import ConfigError, EngineError
 from quire.server.api.openai.data_folder import DataFolder
-from quire.server.api.texts import read_template
+from quire.server.api.prompt_encoder import read_template
 from quire.server.http.exhaustion import ExhaustionLog
 from quire.server.quota.tenants import KeyRing, read_keys
 

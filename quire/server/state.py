@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.api import ApiConfig
-from quire.core.params import ThinkingMarks, generation_defaults
+from quire.core.params import ThinkTags, generation_defaults
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.client import Client
-from quire.engine.front.spelling import spell_marks
+from quire.engine.front.think_tags import tokens_of_tags
+from quire.server.api.answer_format import AnswerFormat, ReasoningTags, is_json
 from quire.server.api.generation import Generator, Tracer
-from quire.server.api.reading import Marks, Reading, is_json
-from quire.server.api.texts import Texts, read_template
+from quire.server.api.prompt_encoder import PromptEncoder, read_template
 from quire.server.api.tools import ToolUse
 from quire.server.http.errors import ApiError, unavailable_feature
 from quire.server.ops.metrics import Metrics
@@ -37,14 +37,14 @@ class Api:
         self.created = int(time.time())
         info = client.model
         self.model_names = model_names(config, info.name)
-        self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
+        self.prompts = PromptEncoder(client.tokenizer, info, read_template(config.chat_template))
         is_auto = config.tool_parser == "auto"
         self.tool_format = (
-            format_of_template(self.texts.template_source)
+            format_of_template(self.prompts.template_source)
             if is_auto
             else FORMATS[config.tool_parser]
         )
-        self.marks = self._marks(config.reasoning_parser)
+        self.tags = self._tags(config.reasoning_parser)
         self.admission = AdmissionControl(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(
@@ -54,7 +54,7 @@ class Api:
         self.sampling_defaults = generation_defaults(info.generation_config)
         decisive = (
             f"{info.fingerprint} {sorted(self.sampling_defaults.items())} "
-            f"{self.texts.template_source}"
+            f"{self.prompts.template_source}"
         )
         self._fingerprint = f"fp_{hashlib.blake2b(decisive.encode(), digest_size=12).hexdigest()}"
 
@@ -70,10 +70,10 @@ class Api:
         ]
         return min(limits, default=None)
 
-    def _marks(self, parser: str) -> Marks | None:
+    def _tags(self, parser: str) -> ReasoningTags | None:
         is_auto = parser == "auto"
         form = (
-            reasoning_of_template(self.texts.template_source)
+            reasoning_of_template(self.prompts.template_source)
             if is_auto
             else REASONING_FORMATS.get(parser)
         )
@@ -83,29 +83,29 @@ class Api:
             self._token(form.begin),
             self._token(form.end),
         )
-        return Marks(form, begin, end, is_first_special and is_last_special)
+        return ReasoningTags(form, begin, end, is_first_special and is_last_special)
 
-    def reading(
+    def answer_format(
         self,
         tools: ToolUse | None,
         form: StructuredOutputsParams | None,
         prompt: str,
         continued: str | None = None,
-    ) -> Reading:
+    ) -> AnswerFormat:
         """Return how the answers to a request are read. `prompt` is the rendered chat, `continued`
         the message that the answer goes on with, if it does. Thoughts may come before JSON; forms
         of other kinds leave no room for them.
         """
         is_call = tools is not None and tools.is_enforced
-        marks = self.marks if form is None or is_call or is_json(form) else None
-        return Reading(
-            marks, marks is not None and is_thinking(marks.form, prompt, continued), tools
+        tags = self.tags if form is None or is_call or is_json(form) else None
+        return AnswerFormat(
+            tags, tags is not None and is_thinking(tags.form, prompt, continued), tools
         )
 
     async def thinking(
         self,
         budget: int | None,
-        reading: Reading | None = None,
+        answer_format: AnswerFormat | None = None,
         param: str = "thinking_token_budget",
     ) -> dict[str, Any]:
         """Return the sampling parameters that a budget for thoughts needs, for an answer that is
@@ -117,7 +117,7 @@ class Api:
         if budget is None or budget < 0:
             return {}
         tokenizer = self.client.tokenizer
-        if self.marks is None or tokenizer is None:
+        if self.tags is None or tokenizer is None:
             why = (
                 "what this model thinks is not told apart from its answers, so it cannot be counted"
             )
@@ -125,15 +125,17 @@ class Api:
                 param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)"
             )
         # the output schema leaves no room for reasoning
-        if reading is not None and reading.marks is None:
+        if answer_format is not None and answer_format.tags is None:
             return {}
-        marks = ThinkingMarks(
-            self.marks.form.begin,
-            self.marks.form.end,
-            None if reading is None else reading.is_inside,
+        marks = ThinkTags(
+            self.tags.form.begin,
+            self.tags.form.end,
+            None if answer_format is None else answer_format.is_inside,
         )
         num_tokens = self.client.model.vocab_size
-        await self.texts.work(num_tokens, lambda: spell_marks(tokenizer, marks[:2], num_tokens))
+        await self.prompts.work(
+            num_tokens, lambda: tokens_of_tags(tokenizer, marks[:2], num_tokens)
+        )
         return {"thinking_token_budget": budget, "thinking_marks": marks}
 
     @property

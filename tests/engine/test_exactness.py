@@ -24,7 +24,7 @@ from replayed import replay_steps
 from quire.common.kv_formats import KV_FORMATS
 from quire.common.seeds import derive_seed
 from quire.config.engine import EngineConfig
-from quire.core.params import SamplingParams, ThinkingMarks
+from quire.core.params import SamplingParams, ThinkTags
 from quire.core.scheduler.preemption import assess
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.async_llm import AsyncLLM
@@ -93,7 +93,7 @@ REQUESTS: Requests = {
         {
             "seed": 18,
             "thinking_token_budget": 5,
-            "thinking_marks": ThinkingMarks("<think>", "</think>", is_open=True),
+            "thinking_marks": ThinkTags("<think>", "</think>", is_open=True),
         },
     ),
     "loop": (

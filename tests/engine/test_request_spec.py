@@ -12,8 +12,8 @@ import pytest
 
 from quire.config.limits import SchedulerLimits
 from quire.core.grammars import Grammar
-from quire.core.params import SamplingParams, ThinkingMarks
-from quire.core.plan import MarkSpelling, RowSampling, ThinkingBudget
+from quire.core.params import SamplingParams, ThinkTags
+from quire.core.plan import RowSampling, ThinkingBudget, ThinkTagTokens
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.front.digest import Digest
 from quire.engine.front.requests import PreparedRequest
@@ -25,7 +25,7 @@ from quire.errors import PromptTooLongError
 from quire.executor.null import NullExecutor
 
 PACKAGE = Path(__file__).parents[2] / "quire"
-MARKS = MarkSpelling(((0, 5, 1),), 1, ((0, 6, 1),), (6,))
+MARKS = ThinkTagTokens(((0, 5, 1),), 1, ((0, 6, 1),), (6,))
 OTHERS: dict[str, Any] = {
     "request_id": "a",
     "prompt_token_ids": (5, 6),
@@ -56,7 +56,7 @@ def _arrived(spec: RequestSpec) -> Any:
     service = Service(StepLoop(limits, NullExecutor(8, 64, 16, vocab_size=50), lambda: 0.0))
     journal = Journal(None)
     thinking = spec.sampling.thinking
-    marks = None if thinking is None else (ThinkingMarks("<", ">"), thinking.marks)
+    marks = None if thinking is None else (ThinkTags("<", ">"), thinking.marks)
     entry = journal.add(PreparedRequest(spec, Digest(SamplingParams(), spec, marks=marks), None))
     for message in journal.telling(entry):
         travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Down)

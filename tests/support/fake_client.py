@@ -186,7 +186,7 @@ class FakeClient(Client):
     async def inspect(self, engine: str, since: int) -> Inspection | None:
         return self.inspection
 
-    async def look_into(self, block: int, step: int) -> BlockContent | None:
+    async def inspect_block(self, block: int, step: int) -> BlockContent | None:
         return self.content
 
     async def drain(self, timeout_s: float) -> bool:

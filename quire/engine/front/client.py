@@ -242,7 +242,7 @@ class Client:
         answer = await self._ask(Inspect(self._num_questions, engine, since))
         return answer.inspection if isinstance(answer, Inspected) else None
 
-    async def look_into(self, block: int, step: int) -> BlockContent | None:
+    async def inspect_block(self, block: int, step: int) -> BlockContent | None:
         """Return what a KV block held in a step; None where it is not known (any more),
         or the engine cannot be asked now."""
         self._num_questions += 1

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from quire.core.params import MAX_BAD_WORD_TOKENS, SamplingParams, ThinkingMarks
-from quire.core.plan import MarkSpelling, RowSampling
+from quire.core.params import MAX_BAD_WORD_TOKENS, SamplingParams, ThinkTags
+from quire.core.plan import RowSampling, ThinkTagTokens
 from quire.core.request_spec import RequestSpec
-from quire.engine.front.spelling import spell_marks
+from quire.engine.front.think_tags import tokens_of_tags
 from quire.engine.plan.planning import EnginePlan
 from quire.errors import InvalidParameterError
 from quire.text.reasoning import reasoning_of_template
@@ -32,7 +32,7 @@ class Digest:
     """For any prompt: without a seed, and without a budget for thoughts,
     which depends on how the prompt ends."""
     stop_strings: StopStrings = field(default_factory=StopStrings)
-    marks: tuple[ThinkingMarks, MarkSpelling] | None = None
+    marks: tuple[ThinkTags, ThinkTagTokens] | None = None
     """Around thoughts whose number has a budget, and how the model's tokens spell them."""
 
     def of(self, params: SamplingParams) -> Digest:
@@ -145,14 +145,14 @@ class Digester:
                     spellings[token_ids] = None
         return list(spellings)
 
-    def _marks(self, params: SamplingParams) -> tuple[ThinkingMarks, MarkSpelling] | None:
+    def _marks(self, params: SamplingParams) -> tuple[ThinkTags, ThinkTagTokens] | None:
         """Return the marks of thoughts whose number has a budget."""
         if params.thinking_token_budget is None:
             return None
         tokenizer, marks = self._tokenizer, params.thinking_marks
         if marks is None and tokenizer is not None:
             form = reasoning_of_template(tokenizer.chat_template or "")
-            marks = None if form is None else ThinkingMarks(form.begin, form.end)
+            marks = None if form is None else ThinkTags(form.begin, form.end)
         if tokenizer is None or marks is None:
             raise InvalidParameterError(
                 f"thinking_token_budget={params.thinking_token_budget}: what this model "
@@ -161,4 +161,6 @@ class Digester:
                 "counted; leave the budget out",
                 param="thinking_token_budget",
             )
-        return marks, spell_marks(tokenizer, (marks.begin, marks.end), self._plan.spec.vocab_size)
+        return marks, tokens_of_tags(
+            tokenizer, (marks.begin, marks.end), self._plan.spec.vocab_size
+        )

@@ -35,7 +35,7 @@ from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, 
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
     Down,
-    Pulse,
+    Heartbeat,
     Ready,
     Start,
     StartFailed,
@@ -46,7 +46,7 @@ from quire.errors import CapacityError, EngineError, QuireError
 
 logger = logging.getLogger(__name__)
 
-PULSE_INTERVAL_S = 0.25
+HEARTBEAT_INTERVAL_S = 0.25
 _MAX_UNSENT_BYTES = 8 << 20
 """A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
 _START_TIMEOUT_S = 30.0
@@ -67,10 +67,10 @@ class Host:
 
     def run(self) -> None:
         """Serve until the connection ends."""
-        pulse = threading.Thread(target=self._beat, name="quire-pulse", daemon=True)
+        heartbeat = threading.Thread(target=self._beat, name="quire-heartbeat", daemon=True)
         try:
             start = self._receive_start()
-            pulse.start()
+            heartbeat.start()
             service = self._service = self._load(start)
             while True:
                 self._serve(service)
@@ -133,7 +133,7 @@ class Host:
             if answer is not None:
                 self._channel.send(answer)
         while self._channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            wait((), (self._channel,), PULSE_INTERVAL_S)
+            wait((), (self._channel,), HEARTBEAT_INTERVAL_S)
             self._channel.flush()
         if service.has_work:
             self._step_began_s = time.monotonic()
@@ -159,11 +159,11 @@ class Host:
         """Send signs of life, whatever the main thread is doing;
         it cannot while the process is frozen."""
         with contextlib.suppress(EngineError):
-            while not self._is_over.wait(PULSE_INTERVAL_S):
+            while not self._is_over.wait(HEARTBEAT_INTERVAL_S):
                 began_s, service = self._step_began_s, self._service
                 age_s = None if began_s is None else time.monotonic() - began_s
                 if not self._channel.num_unsent_bytes:
-                    self._channel.send(Pulse() if service is None else service.pulse(age_s))
+                    self._channel.send(Heartbeat() if service is None else service.heartbeat(age_s))
 
     def _wait(self, timeout_s: float | None) -> None:
         """Until something has come. Without a limit only for an idle engine,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.core.grammars import Grammar
-from quire.core.plan import MarkSpelling, TokenLogprobs
+from quire.core.plan import ThinkTagTokens, TokenLogprobs
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
@@ -57,7 +57,7 @@ class Lists(_TaggedMessage, frozen=True):
     allowed_token_ids: tuple[int, ...] | None
     bad_words: tuple[tuple[int, ...], ...]
     grammar: Grammar | None
-    marks: MarkSpelling | None
+    marks: ThinkTagTokens | None
 
 
 class Forget(_TaggedMessage, frozen=True):
@@ -125,7 +125,7 @@ class StartFailed(_TaggedMessage, frozen=True):
     is_final: bool
 
 
-class Pulse(_TaggedMessage, EngineCounters, frozen=True, kw_only=True):
+class Heartbeat(_TaggedMessage, EngineCounters, frozen=True, kw_only=True):
     """A sign of life, sent a few times a second whether there is work or not,
     also while a step runs."""
 
@@ -189,4 +189,4 @@ class InspectedBlock(_TaggedMessage, frozen=True):
     content: BlockContent | None
 
 
-Up = Ready | StartFailed | Pulse | StepDeltas | Refused | Inspected | InspectedBlock
+Up = Ready | StartFailed | Heartbeat | StepDeltas | Refused | Inspected | InspectedBlock

@@ -15,12 +15,12 @@ from quire.engine.process.messages import (
     AddRequest,
     Finish,
     Forget,
+    Heartbeat,
     Inspect,
     InspectBlock,
     Inspected,
     InspectedBlock,
     Lists,
-    Pulse,
     Refused,
     ServeStats,
     StepDeltas,
@@ -81,10 +81,10 @@ class Service:
             )
         )
 
-    def pulse(self, step_age_s: float | None) -> Pulse:
+    def heartbeat(self, step_age_s: float | None) -> Heartbeat:
         """Return a picture, taken from another thread while steps go on:
         its numbers may be of two neighbouring steps."""
-        return Pulse(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
+        return Heartbeat(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
     def _add(self, message: AddRequest) -> Refused | None:
         try:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.core.plan import MarkSpelling
+from quire.core.plan import ThinkTagTokens
 from quire.core.request_spec import RequestSpec
 from quire.engine.front.digest import Digest
 from quire.engine.process.messages import NO_LISTS, Forget, Lists
 
 _FEW_IDS = 64
 """Lists with no more travel with each request: that costs less than three messages do."""
-_NO_MARKS = MarkSpelling((), 0, (), ())
+_NO_MARKS = ThinkTagTokens((), 0, (), ())
 
 
 @dataclass(slots=True)

@@ -27,9 +27,9 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
+    Heartbeat,
     Inspected,
     InspectedBlock,
-    Pulse,
     Ready,
     Refused,
     StartFailed,
@@ -128,14 +128,14 @@ class Supervisor:
         watch, state, reason, now = self.watch, self.state, self.reason, time.monotonic()
         if state == "stalled":
             reason = watch.complaint(now) or "the engine shows no progress"
-        pulse = watch.pulse
-        num_waiting = max(pulse.num_waiting, num_requests - pulse.num_running, 0)
+        heartbeat = watch.heartbeat
+        num_waiting = max(heartbeat.num_waiting, num_requests - heartbeat.num_running, 0)
         return EngineStatus(
             state=state,
             reason=reason,
             num_requests=num_requests,
             num_prompt_tokens=num_prompt_tokens,
-            **pulse.counters() | {"num_waiting": num_waiting},
+            **heartbeat.counters() | {"num_waiting": num_waiting},
             last_step_age_s=None
             if not num_requests or watch.last_step_s is None
             else now - watch.last_step_s,
@@ -260,7 +260,7 @@ class Supervisor:
             if any(delta.token_ids for delta in message.deltas):
                 self.watch.note_progress()
             self._deliver(self._journal.take(message))
-        elif isinstance(message, Pulse):
+        elif isinstance(message, Heartbeat):
             self.watch.hear(message, now)
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""

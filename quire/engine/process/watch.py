@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.process.messages import Pulse
+from quire.engine.process.messages import Heartbeat
 from quire.errors import ConfigError
 
 LOADING_SILENCE_S = 60.0
@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.num_restarts = 0
         self.num_deaths_in_a_row = 0
         """Engines that died before any request had a token of them."""
@@ -61,14 +61,14 @@ class Watch:
         self._started_s = self.last_sign_s = now
         self.is_loaded = False
         self.last_step_s = None
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
 
-    def hear(self, pulse: Pulse, now: float) -> None:
+    def hear(self, heartbeat: Heartbeat, now: float) -> None:
         """Take a heartbeat."""
         self.last_sign_s = now
-        if pulse.num_steps != self.pulse.num_steps or pulse.step_age_s is None:
-            self.last_step_s = now - (pulse.step_age_s or 0.0)
-        self.pulse = pulse
+        if heartbeat.num_steps != self.heartbeat.num_steps or heartbeat.step_age_s is None:
+            self.last_step_s = now - (heartbeat.step_age_s or 0.0)
+        self.heartbeat = heartbeat
 
     def note_progress(self) -> None:
         """Note that a request has a new token."""
@@ -84,7 +84,7 @@ class Watch:
         )
         if now - self.last_sign_s > patience_s:
             return f"no sign of life for {now - self.last_sign_s:.1f} s"
-        age_s = self.pulse.step_age_s
+        age_s = self.heartbeat.step_age_s
         if age_s is not None and age_s + now - self.last_sign_s > config.step_timeout_s:
             return f"one step has been running for {age_s:.0f} s"
         if not self.is_loaded and now - self._started_s > config.load_timeout_s:

@@ -13,7 +13,7 @@ from quire.server.api.openai.chat import MAX_DOCUMENTS
 from quire.server.api.openai.messages import Message, check_continuation, for_template
 from quire.server.api.openai.shapes import ChatTool
 from quire.server.api.openai.tools import CHAT, read_tools
-from quire.server.api.texts import ChatOptions
+from quire.server.api.prompt_encoder import ChatOptions
 from quire.server.api.tools import Demand, settle_tools
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import call_of
@@ -60,12 +60,14 @@ class Tokens:
         """Return the ids that the engine would see for a prompt or a chat."""
         body = await read_json(request, TokenizeRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
-        texts = self._api.texts
+        prompts = self._api.prompts
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", param="prompt")
         check_continuation(body.add_generation_prompt, body.continue_final_message)
         if body.prompt is not None:
-            token_ids = await texts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            token_ids = await prompts.encode(
+                body.prompt, add_special_tokens=body.add_special_tokens
+            )
         else:
             size = call_of(request).num_body_bytes
             functions, _ = await off_loop(size, lambda: read_tools(body.tools, None, None, CHAT))
@@ -79,13 +81,13 @@ class Tokens:
                 num_body_bytes=size,
             )
             messages = await off_loop(size, lambda: for_template(body.messages or []))
-            _, token_ids = await texts.encode_chat(messages, options)
+            _, token_ids = await prompts.encode_chat(messages, options)
         answer: dict[str, Any] = {
             "count": len(token_ids),
-            "max_model_len": texts.max_model_len,
+            "max_model_len": prompts.max_model_len,
             "tokens": token_ids,
         }
-        raw_token = texts.tokenizer.raw_token
+        raw_token = prompts.tokenizer.raw_token
 
         def show() -> Response:
             answer["token_strs"] = (
@@ -99,11 +101,11 @@ class Tokens:
         """Return the text of token ids, special tokens included."""
         body = await read_json(request, DetokenizeRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
-        most = max(_MAX_DECODED, self._api.texts.max_model_len)
+        most = max(_MAX_DECODED, self._api.prompts.max_model_len)
         if len(body.tokens) > most:
             raise bad_request(
                 f"tokens: {len(body.tokens)} are given, and at most {most} are decoded at once",
                 param="tokens",
             )
-        text = await self._api.texts.decode(body.tokens)
+        text = await self._api.prompts.decode(body.tokens)
         return await off_loop(len(text), lambda: json_response(call_of(request), {"prompt": text}))

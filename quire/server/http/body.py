@@ -137,7 +137,7 @@ def _check_parts(body: bytes) -> None:
 
 
 def _num_parts(body: bytes) -> int:
-    """Marks that begin an object or a list or follow a field's name, between strings,
+    """ReasoningTags that begin an object or a list or follow a field's name, between strings,
     each of which is two quotes by then."""
     marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
     return sum(map(len, marks.split(b'"')[::2]))

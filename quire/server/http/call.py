@@ -1,7 +1,7 @@
 """One HTTP request as the endpoints see it: who asks, under which id, since when, and what they
 should be told.
 
-A `Call` is made by the gate and travels in the ASGI scope.
+A `Call` is made by the gateway and travels in the ASGI scope.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def attach(scope: Scope, call: Call) -> None:
 
 
 def call_of(request: Request) -> Call:
-    """Return the call of a request that came through the gate."""
+    """Return the call of a request that came through the gateway."""
     return call_in(request.scope)
 
 

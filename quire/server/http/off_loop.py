@@ -4,7 +4,8 @@ thread of the process.
 One, since such work holds the interpreter's lock: two would only make the loop wait for both. The
 interpreter takes the lock from Python code every few milliseconds, but a call into C keeps it to
 its end, so the caller bounds what one call is given: a body's bytes, its objects, an answer's
-entries. What lets go of the lock (tokenization) has threads of its own (`quire.server.api.texts`).
+entries. What lets go of the lock (tokenization) has threads of its own
+(`quire.server.api.prompt_encoder`).
 """
 
 from __future__ import annotations

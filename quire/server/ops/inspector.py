@@ -84,7 +84,7 @@ class Inspector:
             raise ApiError(403, "only an admin key may see what blocks hold", code="admin_needed")
         block = whole_number("block", request.path_params["block"], -MAX_NUMBER, MAX_NUMBER)
         step = query_of(request, BlockQuery).step
-        content = await self._asked(self._api.client.look_into(block, step))
+        content = await self._asked(self._api.client.inspect_block(block, step))
         if content is None:
             raise ApiError(404, "this block or step is not known (any more)", code="unknown_block")
         tokenizer = self._api.client.tokenizer

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError
-from quire.engine.process.messages import Abort, Down, Finish, Pulse, Ready, Up
+from quire.engine.process.messages import Abort, Down, Finish, Heartbeat, Ready, Up
 
 Pair = tuple[Channel[Up], Channel[Down], socket.socket, socket.socket]
 
@@ -109,9 +109,9 @@ def test_a_message_that_is_too_large_is_not_sent() -> None:
 def test_the_end_is_told_after_the_last_message(pair: Pair) -> None:
     server, engine, _, _ = pair
     engine.send(Ready(1.0))
-    engine.send(Pulse(num_steps=3))
+    engine.send(Heartbeat(num_steps=3))
     engine.close()
-    assert server.receive() == [Ready(1.0), Pulse(num_steps=3)]
+    assert server.receive() == [Ready(1.0), Heartbeat(num_steps=3)]
     with pytest.raises(ChannelClosed):
         server.receive()
 

@@ -14,7 +14,7 @@ from cycles import no_cycles_of
 from relay import Relay
 
 from quire.config.engine import EngineConfig
-from quire.core.params import RequestOutputKind, SamplingParams, ThinkingMarks
+from quire.core.params import RequestOutputKind, SamplingParams, ThinkTags
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord
 from quire.engine.assembly.builder import prepare_model
 from quire.engine.front.outputs import RequestOutput
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "seed": 5,
         "n": 2,
         "thinking_token_budget": 2,
-        "thinking_marks": ThinkingMarks("<th>", "</th>", True),
+        "thinking_marks": ThinkTags("<th>", "</th>", True),
     },
     "listed": {
         "seed": 10,

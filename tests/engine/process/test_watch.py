@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.process.messages import Pulse
+from quire.engine.process.messages import Heartbeat
 from quire.engine.process.watch import LOADING_SILENCE_S, Watch, WatchConfig
 from quire.errors import ConfigError
 
@@ -19,7 +19,7 @@ def _loaded(**options: float) -> Watch:
 def test_silence_is_a_complaint_and_idleness_is_none() -> None:
     watch = _loaded(silence_timeout_s=10.0)
     for second in range(100, 1000):
-        watch.hear(Pulse(num_steps=5), float(second))
+        watch.hear(Heartbeat(num_steps=5), float(second))
         assert watch.complaint(second + 0.5) is None
     assert watch.complaint(1008.9) is None
     assert "no sign of life" in str(watch.complaint(1009.5))
@@ -28,9 +28,9 @@ def test_silence_is_a_complaint_and_idleness_is_none() -> None:
 def test_a_step_without_end_is_a_complaint_though_there_are_signs_of_life() -> None:
     watch = _loaded(step_timeout_s=60.0)
     for age in range(60):
-        watch.hear(Pulse(num_steps=5, step_age_s=float(age)), 200.0 + age)
+        watch.hear(Heartbeat(num_steps=5, step_age_s=float(age)), 200.0 + age)
         assert watch.complaint(200.0 + age) is None
-    watch.hear(Pulse(num_steps=5, step_age_s=61.0), 261.0)
+    watch.hear(Heartbeat(num_steps=5, step_age_s=61.0), 261.0)
     assert "one step" in str(watch.complaint(261.0))
 
 
@@ -39,7 +39,7 @@ def test_loading_may_be_silent_for_longer_but_not_for_ever() -> None:
     watch.start(0.0)
     assert watch.complaint(LOADING_SILENCE_S - 1) is None
     assert watch.complaint(LOADING_SILENCE_S + 1) is not None
-    watch.hear(Pulse(), 299.0)
+    watch.hear(Heartbeat(), 299.0)
     assert watch.complaint(299.5) is None
     assert "not loaded" in str(watch.complaint(301.0))
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.engine.front.outputs import CompletionOutput
+from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.anthropic.shapes import ContentBlock
 from quire.server.api.openai.messages import (
     MAX_CALLS_OF_MESSAGE,
@@ -17,7 +18,6 @@ from quire.server.api.openai.messages import (
     string_field,
     text_of,
 )
-from quire.server.api.reading import Event, Reading
 from quire.server.api.tools import call_id
 from quire.server.http.body import shape
 from quire.server.http.errors import ApiError, bad_request
@@ -132,9 +132,9 @@ def _call(block: Block, place: str) -> dict[str, Any]:
 class ContentBlocks:
     """The blocks of one answer, and the events that tell of their growth."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._reader = reading.reader()
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._format = answer_format
+        self._reader = answer_format.reader()
         self._parts: list[str] = []
         """The open block's text."""
         self._is_open = False
@@ -179,9 +179,9 @@ class ContentBlocks:
         self._num_begun += 1
         block: Block = {"type": kind}
         if isinstance(event, CallBegin):
-            assert self._reading.tools is not None, "calls are read only where there are tools"
+            assert self._format.tools is not None, "calls are read only where there are tools"
             block |= {
-                "id": call_id(self._reading.tools.form, "toolu"),
+                "id": call_id(self._format.tools.form, "toolu"),
                 "name": event.name,
                 "input": {},
             }

@@ -17,6 +17,7 @@ from starlette.types import Receive
 from quire.core.params import SamplingParams
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
 from quire.server.api.anthropic.context import apply_edits, read_edits
 from quire.server.api.anthropic.shapes import (
@@ -31,9 +32,8 @@ from quire.server.api.anthropic.tools import read_tools
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.api.openai.messages import text_of
-from quire.server.api.reading import Reading
+from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.api.structure import Asked, asks_for_json, settle
-from quire.server.api.texts import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.api.tools import settle_tools
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import Call, call_of
@@ -102,7 +102,7 @@ class _Encoded(NamedTuple):
     """What a request's turns, tools and edits come to."""
 
     token_ids: list[int]
-    reading: Reading
+    answer_format: AnswerFormat
     form: StructuredOutputsParams | None
     edits: dict[str, Any] | None
     """The report on `context_management`, where that was given."""
@@ -191,12 +191,14 @@ class Messages:
         model = self._api.check_model(body.model)
         call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
         encoded = await self._encode(call, body)
-        token_ids, reading = encoded.token_ids, encoded.reading
-        given = reading.constraints(
+        token_ids, answer_format = encoded.token_ids, encoded.answer_format
+        given = answer_format.constraints(
             encoded.form,
             "output_format" if body.output_format is not None else "output_config.format",
         )
-        params = self._params(body, len(token_ids), given | await self._budget(call, body, reading))
+        params = self._params(
+            body, len(token_ids), given | await self._budget(call, body, answer_format)
+        )
         job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
         prepared = _PreparedMessages(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
@@ -243,7 +245,7 @@ class Messages:
             messages = await off_loop(
                 call.num_body_bytes, lambda: messages_of(turns, system, unread)
             )
-            text, token_ids = await api.texts.encode_chat(messages, options)
+            text, token_ids = await api.prompts.encode_chat(messages, options)
             if turns is body.messages:
                 call.ignore(unread, "these thoughts can be read by those who made them only")
             return messages, text, token_ids
@@ -258,27 +260,27 @@ class Messages:
             first if edited.turns is body.messages else await encode(edited.turns)
         )
         form = await settle(asked)
-        reading = api.reading(
+        answer_format = api.answer_format(
             tools, form, text, str(messages[-1]["content"]) if is_continued else None
         )
         report = (
             None if body.context_management is None else {"applied_edits": list(edited.applied)}
         )
-        return _Encoded(token_ids, reading, form, report, len(first[2]))
+        return _Encoded(token_ids, answer_format, form, report, len(first[2]))
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
         """Return what the template is told of the thinking that is wanted;
         what it cannot be told is named in a header."""
-        source = self._api.texts.template_source
+        source = self._api.prompts.template_source
         kwargs: dict[str, Any] = {}
-        kind, has_marks = body.thinking_kind, self._api.marks is not None
+        kind, has_tags = body.thinking_kind, self._api.tags is not None
         if kind is not None and "enable_thinking" in source:
             kwargs["enable_thinking"] = kind != "disabled"
-        elif kind == "disabled" and has_marks:
+        elif kind == "disabled" and has_tags:
             call.ignore(["thinking"], NOT_IN_TEMPLATE)
-        elif kind not in (None, "disabled") and not has_marks:
+        elif kind not in (None, "disabled") and not has_tags:
             call.ignore(["thinking"], _NOT_APART)
-        if has_marks and (body.thinking or {}).get("display") == "omitted":
+        if has_tags and (body.thinking or {}).get("display") == "omitted":
             call.ignore(
                 ["thinking.display"],
                 "thoughts are shown as they come; disable them, or pass them over",
@@ -304,12 +306,14 @@ class Messages:
                 values[name] = value
         if body.top_p is not None:
             values["top_p"] = body.top_p or 1e-9
-        max_tokens = self._api.texts.max_tokens(
+        max_tokens = self._api.prompts.max_tokens(
             num_prompt_tokens, body.max_tokens, default=None, param="max_tokens"
         )
         return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
 
-    async def _budget(self, call: Call, body: MessageRequest, reading: Reading) -> dict[str, Any]:
+    async def _budget(
+        self, call: Call, body: MessageRequest, answer_format: AnswerFormat
+    ) -> dict[str, Any]:
         """Return the sampling parameters for `thinking.budget_tokens`;
         where nothing is to be thought there is none."""
         budget = (body.thinking or {}).get("budget_tokens")
@@ -319,18 +323,18 @@ class Messages:
             raise bad_request(
                 "thinking.budget_tokens: it must be an integer, 0 or above", param="thinking"
             )
-        if self._api.marks is None:
+        if self._api.tags is None:
             call.ignore(["thinking.budget_tokens"], _NOT_APART)
             return {}
-        return await self._api.thinking(budget, reading, "thinking.budget_tokens")
+        return await self._api.thinking(budget, answer_format, "thinking.budget_tokens")
 
     async def _create(
         self, call: Call, prepared: _PreparedMessages, receive: Receive
     ) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
-        blocks = ContentBlocks(prepared.encoded.reading)
-        await self._api.texts.work(answer_chars(output), lambda: blocks.take(completion))
+        blocks = ContentBlocks(prepared.encoded.answer_format)
+        await self._api.prompts.work(answer_chars(output), lambda: blocks.take(completion))
         body = prepared.body(blocks.content, _usage(usage))
         return {
             **body,
@@ -401,7 +405,7 @@ class _MessageEvents:
         self._prepared = prepared
         self._run = run
         self._last: RequestOutput | None = None
-        self._blocks = ContentBlocks(prepared.encoded.reading)
+        self._blocks = ContentBlocks(prepared.encoded.answer_format)
 
     def take(self, number: int, output: RequestOutput) -> bytes:
         """See `Events`."""

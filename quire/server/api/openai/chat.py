@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.deltas import ChoiceReader
 from quire.server.api.openai.fields import (
@@ -30,9 +31,8 @@ from quire.server.api.openai.logprobs import LogprobTracker, TokenNames, prompt_
 from quire.server.api.openai.messages import Message, check_continuation, for_template
 from quire.server.api.openai.shapes import ChatTool, ResponseFormat, ToolChoice
 from quire.server.api.openai.tools import CHAT, read_tools
-from quire.server.api.reading import Reading
+from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.api.structure import asks_for_json, from_guided, from_response_format, settle
-from quire.server.api.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.api.tools import settle_tools
 from quire.server.http.body import read_bytes, read_json, shape
 from quire.server.http.call import Call, call_of
@@ -83,7 +83,7 @@ class PreparedChat:
     fingerprint: str
     names: TokenNames
     prepare_s: float
-    reading: Reading
+    answer_format: AnswerFormat
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -100,7 +100,7 @@ class PreparedChat:
     def reader(self) -> ChoiceReader:
         """Of one choice."""
         return ChoiceReader(
-            self.reading, shows_thoughts=self.request.include_reasoning is not False
+            self.answer_format, shows_thoughts=self.request.include_reasoning is not False
         )
 
     def tracker(self) -> LogprobTracker | None:
@@ -126,7 +126,7 @@ class ChatCompletions:
         prepared = await self.prepare(call, body)
         if not body.stream:
             output, usage = await self._generate(call, prepared, request.receive)
-            return await self._api.texts.work(
+            return await self._api.prompts.work(
                 answer_chars(output), lambda: json_response(call, _answer(prepared, output, usage))
             )
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
@@ -155,13 +155,15 @@ class ChatCompletions:
         options = ChatOptions(
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
-            template_kwargs=_template_kwargs(body, api.texts.template_source, call),
+            template_kwargs=_template_kwargs(body, api.prompts.template_source, call),
             tools=None if tools is None else tools.shown,
             documents=body.documents or None,
             num_body_bytes=call.num_body_bytes,
         )
-        text, token_ids = await api.texts.encode_chat(messages, options)
-        token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side)
+        text, token_ids = await api.prompts.encode_chat(messages, options)
+        token_ids = api.prompts.truncate(
+            token_ids, body.truncate_prompt_tokens, body.truncation_side
+        )
         if not token_ids:
             raise bad_request("messages: the prompt is empty", param="messages")
         num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -169,12 +171,12 @@ class ChatCompletions:
             len(body.logprob_token_ids) if body.logprobs and body.logprob_token_ids else num_top
         )
         default = api.default_max_tokens(num_others, body.n or 1)
-        max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
+        max_tokens = api.prompts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
         form = await settle(asked)
-        reading = api.reading(tools, form, text, _continued(body, messages))
-        given |= reading.constraints(form, "response_format")
-        given |= await api.thinking(body.thinking_token_budget, reading)
+        answer_format = api.answer_format(tools, form, text, _continued(body, messages))
+        given |= answer_format.constraints(form, "response_format")
+        given |= await api.thinking(body.thinking_token_budget, answer_format)
         params = await off_loop(size, lambda: sampling_params(body, api.sampling_defaults, **given))
         num_repeated = (body.n or 1) * len(echoed_text(body)) + (
             len(token_ids) if body.return_token_ids else 0
@@ -189,7 +191,7 @@ class ChatCompletions:
             shows_special=not params.skip_special_tokens,
         )
         prepare_s = time.monotonic() - started_s
-        prepared = PreparedChat(body, job, model, api.fingerprint, names, prepare_s, reading)
+        prepared = PreparedChat(body, job, model, api.fingerprint, names, prepare_s, answer_format)
         if body.request_id is not None:
             prepared.id = f"chatcmpl-{body.request_id}"
         return prepared
@@ -202,7 +204,7 @@ class ChatCompletions:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         prepared = await self.prepare(call, request)
         output, usage = await self._generate(call, prepared, None)
-        return await self._api.texts.work(
+        return await self._api.prompts.work(
             answer_chars(output), lambda: _answer(prepared, output, usage)
         )
 
@@ -349,7 +351,7 @@ class _ChatEvents:
         has_more = (
             bool(request.return_token_ids)
             or self._trackers[0] is not None
-            or not prepared.reading.is_plain
+            or not prepared.answer_format.is_plain
         )
         self._is_plain = not (has_more or self._has_running_usage)
         """Whether a choice's events differ by their text alone until it ends."""

@@ -194,7 +194,7 @@ class Completions:
         """Return every prompt's token ids, in order."""
         written = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(
-            await self._api.texts.encode_many(
+            await self._api.prompts.encode_many(
                 written, add_special_tokens=body.add_special_tokens is not False
             )
         )
@@ -213,18 +213,20 @@ class Completions:
     def _job(
         self, body: CompletionRequest, params: SamplingParams, prompt: Prompt, token_ids: list[int]
     ) -> tuple[GenerationJob, str]:
-        texts = self._api.texts
-        kept = texts.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side)
+        prompts = self._api.prompts
+        kept = prompts.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side)
         if not kept:
             raise bad_request("prompt: it is empty; give at least one token", param="prompt")
         wanted = params.max_tokens
         if body.max_tokens is None and wanted is not None:
-            wanted = min(wanted, max(1, texts.max_model_len - len(kept)))
-        max_tokens = texts.max_tokens(len(kept), wanted, default=None, param="max_tokens")
-        texts.check_ids(kept, "prompt")  # which are no more than the context holds, by now
+            wanted = min(wanted, max(1, prompts.max_model_len - len(kept)))
+        max_tokens = prompts.max_tokens(len(kept), wanted, default=None, param="max_tokens")
+        prompts.check_ids(kept, "prompt")  # which are no more than the context holds, by now
         text = ""
         if body.echo:
-            text = prompt if isinstance(prompt, str) and kept is token_ids else texts.text_of(kept)
+            text = (
+                prompt if isinstance(prompt, str) and kept is token_ids else prompts.text_of(kept)
+            )
         num_choices = body.n or 1
         num_repeated = num_choices * (len(text) + (len(kept) if body.return_token_ids else 0))
         job = GenerationJob(
@@ -259,7 +261,7 @@ class Completions:
         outputs, usage = await self._api.generator.answer(call, prepared.jobs, receive)
         body = prepared.usage(usage)
         size = sum(map(answer_chars, outputs))
-        return await self._api.texts.work(size, lambda: shown(_answer(prepared, outputs, body)))
+        return await self._api.prompts.work(size, lambda: shown(_answer(prepared, outputs, body)))
 
 
 def split_prompts(prompt: PromptField, most: int) -> list[Prompt]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.server.api.reading import Event, Reading
+from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.tools import call_id
 from quire.text.reasoning import Thought
 from quire.text.tools import CallArguments, Text
@@ -15,9 +15,9 @@ from quire.text.tools import CallArguments, Text
 class ChoiceReader:
     """One choice."""
 
-    def __init__(self, reading: Reading, *, shows_thoughts: bool = True) -> None:
-        self._reader = reading.reader()
-        self._tools = reading.tools
+    def __init__(self, answer_format: AnswerFormat, *, shows_thoughts: bool = True) -> None:
+        self._reader = answer_format.reader()
+        self._tools = answer_format.tools
         self._shows_thoughts = shows_thoughts
 
     @property

@@ -20,7 +20,7 @@ MAX_MESSAGES = 4096
 MAX_CALLS_OF_MESSAGE = 128
 MAX_ID_LEN = 128
 Role = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-"""Any name: the chat template decides which it takes (see `Texts.encode_chat`)."""
+"""Any name: the chat template decides which it takes (see `PromptEncoder.encode_chat`)."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 

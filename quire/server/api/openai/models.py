@@ -62,5 +62,5 @@ class Models:
             "owned_by": "quire",
             "root": self._api.model_names[0],
             "parent": None,
-            "max_model_len": self._api.texts.max_model_len,
+            "max_model_len": self._api.prompts.max_model_len,
         }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.front.outputs import CompletionOutput
+from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.openai.logprobs import ScoredToken
 from quire.server.api.openai.messages import (
     MAX_CALLS_OF_MESSAGE,
@@ -16,7 +17,6 @@ from quire.server.api.openai.messages import (
     string_field,
     text_of,
 )
-from quire.server.api.reading import Event, Reading
 from quire.server.api.tools import call_id
 from quire.server.http.body import convert
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
@@ -190,11 +190,13 @@ def _add(message: dict[str, Any], item: Item) -> None:
 class OutputItems:
     """The items of one answer, and the events that tell of their growth."""
 
-    def __init__(self, reading: Reading, seal: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self, answer_format: AnswerFormat, seal: Callable[[str], str] | None = None
+    ) -> None:
         """`seal`: makes the `encrypted_content` of thoughts, where that is wanted."""
-        self._reading = reading
+        self._format = answer_format
         self._seal = seal
-        self._reader = reading.reader()
+        self._reader = answer_format.reader()
         self._parts: list[str] = []
         """The open item's text."""
         self._tokens: list[ScoredToken] = []
@@ -255,9 +257,9 @@ class OutputItems:
         self._is_open, self._parts, self._tokens = True, [], []
         item: Item = {"id": new_id(_PREFIXES[kind]), "type": kind, "status": "in_progress"}
         if isinstance(event, CallBegin):
-            assert self._reading.tools is not None, "calls are read only where there are tools"
+            assert self._format.tools is not None, "calls are read only where there are tools"
             item |= {
-                "call_id": call_id(self._reading.tools.form),
+                "call_id": call_id(self._format.tools.form),
                 "name": event.name,
                 "arguments": "",
             }

@@ -17,6 +17,7 @@ from starlette.types import Receive
 from quire.core.params import SamplingParams
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import (
     NO_EFFECT,
@@ -52,7 +53,7 @@ from quire.server.api.openai.shapes import (
     ToolChoice,
 )
 from quire.server.api.openai.tools import RESPONSES, read_tools
-from quire.server.api.reading import Reading
+from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.api.structure import (
     Asked,
     asks_for_json,
@@ -60,7 +61,6 @@ from quire.server.api.structure import (
     from_response_format,
     settle,
 )
-from quire.server.api.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.api.tools import Function, settle_tools
 from quire.server.http.body import read_bytes, read_json, shape
 from quire.server.http.call import Call, call_of
@@ -155,7 +155,7 @@ class _Prompt(NamedTuple):
     messages: list[dict[str, Any]]
     """The conversation, without the instructions."""
     items: list[Item]
-    reading: Reading
+    answer_format: AnswerFormat
     functions: list[Function]
     form: StructuredOutputsParams | None
 
@@ -186,7 +186,7 @@ class _PreparedResponse:
             )
 
     def output_items(self) -> OutputItems:
-        return OutputItems(self.prompt.reading, self.seal)
+        return OutputItems(self.prompt.answer_format, self.seal)
 
     def tracker(self) -> LogprobTracker | None:
         return (
@@ -264,13 +264,13 @@ class Responses:
         if body.request_id is not None:
             call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
         prompt = await self._prompt(call, body)
-        reading = prompt.reading
-        given = reading.constraints(prompt.form, "text.format") | await api.thinking(
-            body.thinking_token_budget, reading
+        answer_format = prompt.answer_format
+        given = answer_format.constraints(prompt.form, "text.format") | await api.thinking(
+            body.thinking_token_budget, answer_format
         )
         num_prompt = len(prompt.token_ids)
         params = await off_loop(
-            call.num_body_bytes, lambda: self._params(body, num_prompt, reading, given)
+            call.num_body_bytes, lambda: self._params(body, num_prompt, answer_format, given)
         )
         job = GenerationJob(prompt.token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
@@ -307,17 +307,19 @@ class Responses:
             else messages
         )
         options = ChatOptions(
-            template_kwargs=_effort(body, api.texts.template_source, call),
+            template_kwargs=_effort(body, api.prompts.template_source, call),
             tools=None if tools is None else tools.shown,
             num_body_bytes=call.num_body_bytes,
         )
-        text, token_ids = await api.texts.encode_chat(shown, options)
+        text, token_ids = await api.prompts.encode_chat(shown, options)
         if body.truncation == "auto":
-            token_ids = api.texts.truncate(
-                token_ids, api.texts.max_model_len - (body.max_output_tokens or 1)
+            token_ids = api.prompts.truncate(
+                token_ids, api.prompts.max_model_len - (body.max_output_tokens or 1)
             )
         form = await settle(forms)
-        return _Prompt(token_ids, messages, items, api.reading(tools, form, text), functions, form)
+        return _Prompt(
+            token_ids, messages, items, api.answer_format(tools, form, text), functions, form
+        )
 
     async def _read_input(
         self, call: Call, body: ResponseRequest
@@ -337,19 +339,23 @@ class Responses:
         return found
 
     def _params(
-        self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]
+        self,
+        body: ResponseRequest,
+        num_prompt_tokens: int,
+        answer_format: AnswerFormat,
+        given: dict[str, Any],
     ) -> SamplingParams:
         api = self._api
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
-        if wants_logprobs and not reading.is_plain:
+        if wants_logprobs and not answer_format.is_plain:
             param = "include" if body.top_logprobs is None else "top_logprobs"
             raise unavailable_feature(
                 param, "log-probabilities are only given of answers without tools and thoughts"
             )
         num_top = (body.top_logprobs or 0) if wants_logprobs else None
         default = api.default_max_tokens(num_top, 1)
-        max_tokens = api.texts.max_tokens(
+        max_tokens = api.prompts.max_tokens(
             num_prompt_tokens, body.max_output_tokens, default=default, param="max_output_tokens"
         )
         return sampling_params(
@@ -372,7 +378,7 @@ class Responses:
         completion = output.outputs[0]
         tracker = prepared.tracker()
         items = prepared.output_items()
-        await self._api.texts.work(
+        await self._api.prompts.work(
             answer_chars(output),
             lambda: items.take(completion, tracker.take(completion) if tracker is not None else []),
         )

@@ -1,5 +1,5 @@
-"""The door: every request passes here before routing, and every response and error leaves through
-here.
+"""The outermost ASGI middleware: every request passes here before routing, and every response and
+error leaves through here.
 
 Owns request ids, the limits on request lines and headers, authentication, body limits, the
 translation of every exception into an error body, and the access log. Default-deny: without a valid
@@ -60,7 +60,7 @@ Fields = dict[bytes, bytes]
 What must be there only once is looked for in `Headers`."""
 
 
-class Gate:
+class Gateway:
     """ASGI application around the router."""
 
     def __init__(self, app: ASGIApp, config: ApiConfig, keys: KeyRing, metrics: Metrics) -> None:
@@ -183,8 +183,8 @@ class Gate:
 class _Exchange:
     """One request and what has been sent for it."""
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
-        self._gate = gate
+    def __init__(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gateway = gateway
         self._send = send
         self._receive = receive
         self.scope = scope
@@ -202,7 +202,7 @@ class _Exchange:
 
     async def run(self) -> None:
         try:
-            await self._gate.enter(self)
+            await self._gateway.enter(self)
         except ClientDisconnect:
             self.status = self.status or 499
         except HTTPException as error:
@@ -216,7 +216,7 @@ class _Exchange:
                 log_failure(logger, f"request {self.request_id} failed", error)
             await self._fail(answer)
         finally:
-            self._gate.finished(self)
+            self._gateway.finished(self)
 
     async def receive(self) -> Message:
         """Return what the client sends next, and note the end of the body."""
@@ -242,7 +242,7 @@ class _Exchange:
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", str(elapsed_ms).encode()),
             (b"x-content-type-options", b"nosniff"),
-            *self._gate.cors.headers(self.fields),
+            *self._gateway.cors.headers(self.fields),
         ]
 
     async def _fail(self, error: ApiError) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from quire.core.plan import ThinkingBudget
-from quire.engine.front.spelling import spell_marks
+from quire.engine.front.think_tags import tokens_of_tags
 from quire.errors import InvalidParameterError
 from quire.sampling.thinking import ThinkingWatch
 from quire.text.files import TextConfig
@@ -80,7 +80,7 @@ def test_the_watch_follows_the_text(words: list[str], starts: bool, is_open: boo
         for word in ([BEGIN] if starts else []) + words
         for token_id in SHIPPED.encode(word, add_special_tokens=False)
     ]
-    marks = spell_marks(SHIPPED, MARKS, SHIPPED.vocab_size)
+    marks = tokens_of_tags(SHIPPED, MARKS, SHIPPED.vocab_size)
     watch, data = ThinkingWatch(ThinkingBudget(0, is_open, marks)), b""
     for place in range(len(token_ids) + 1):
         inside, thoughts = is_thinking(data, is_open=is_open)
@@ -103,7 +103,7 @@ def test_the_watch_follows_the_text(words: list[str], starts: bool, is_open: boo
 def test_the_budget_counts_what_stands_between_the_marks() -> None:
     think, end, word, line = 1, 2, 3, 4
     tokenizer = tokenizer_of(["?", "<think>", "</think>", "word", "\n"])
-    marks = spell_marks(tokenizer, MARKS, 5)
+    marks = tokens_of_tags(tokenizer, MARKS, 5)
     assert marks.end_token_ids[0] == end
 
     def forced(budget: int, *token_ids: int, is_open: bool = False) -> int | None:
@@ -129,7 +129,7 @@ def test_the_budget_counts_what_stands_between_the_marks() -> None:
 def test_special_marks_are_these_tokens_alone() -> None:
     tokenizer = tokenizer_of(["?", "<", "/", "think", ">", "\n"], special=MARKS)
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
-    marks = spell_marks(tokenizer, MARKS, 8)
+    marks = tokens_of_tags(tokenizer, MARKS, 8)
     watch = ThinkingWatch(ThinkingBudget(3, False, marks))
     assert watch.forced([5, begin, 1, 2]) is None and watch.forced([5, begin, 1, 2, 3, 4]) == end  # type: ignore[list-item]
     spelt = ThinkingWatch(ThinkingBudget(0, False, marks))
@@ -139,7 +139,7 @@ def test_special_marks_are_these_tokens_alone() -> None:
 def test_added_tokens_and_pieces_both_count_where_marks_are_no_special_tokens() -> None:
     tokenizer = tokenizer_of(["?", "<", "/", "think", ">", "a"], added=MARKS)
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
-    marks = spell_marks(tokenizer, MARKS, 8)
+    marks = tokens_of_tags(tokenizer, MARKS, 8)
     for opening in ([begin], [1, 3, 4]):
         for closing in ([end], [1, 2, 3, 4]):
             budget = ThinkingBudget(1, False, marks)
@@ -152,10 +152,10 @@ def test_added_tokens_and_pieces_both_count_where_marks_are_no_special_tokens() 
 
 def test_a_vocabulary_that_cannot_spell_the_mark_is_refused() -> None:
     with pytest.raises(InvalidParameterError, match="no tokens for '</think>'"):
-        spell_marks(tokenizer_of(["?", "<think>", "word"]), MARKS, 3)
+        tokens_of_tags(tokenizer_of(["?", "<think>", "word"]), MARKS, 3)
     with pytest.raises(InvalidParameterError, match="no tokens"):
         # the model has fewer tokens than the tokenizer
-        spell_marks(tokenizer_of(["?", "a", "</think>"]), MARKS, 2)
+        tokens_of_tags(tokenizer_of(["?", "a", "</think>"]), MARKS, 2)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_real_vocabularies_spell_the_marks(name: str, shared: Path, tmp_path: Pa
         lzma.decompress((source / "tokenizer.json.xz").read_bytes())
     )
     tokenizer = Tokenizer.from_folder(tmp_path)
-    marks = spell_marks(tokenizer, MARKS, tokenizer.vocab_size)
+    marks = tokens_of_tags(tokenizer, MARKS, tokenizer.vocab_size)
     watch = ThinkingWatch(ThinkingBudget(0, True, marks))
     spelt: list[int] = []
     while (token_id := watch.forced(spelt)) is not None:

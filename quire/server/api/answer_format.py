@@ -1,8 +1,8 @@
-"""How a request's answers are to be read: thoughts, text and calls told apart, whichever API then
-writes them down.
+"""The format of a request's answers: reasoning, text and tool calls are separated here for all
+APIs.
 
-Owns the joining of the two parsers, the count of tokens that were thoughts, and the room for
-thoughts before an answer's form. Where a request offers no tools, nothing is a call.
+Owns the joining of the two parsers, the count of reasoning tokens, and the room for reasoning
+before an output schema. Where a request offers no tools, nothing is a call.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ Event = Thought | Text | CallBegin | CallArguments
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """How a model marks its thoughts, and which tokens the marks are, where they are."""
+class ReasoningTags:
+    """The tags around a model's reasoning, and their token ids, where they are single tokens."""
 
     form: ReasoningFormat
     begin_token_id: int | None = None
     end_token_id: int | None = None
     is_special: bool = False
-    """Whether the marks are special tokens, which must not be hidden from the parser."""
+    """Whether the tags are special tokens, which must not be hidden from the parser."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """For all answers to one request."""
+class AnswerFormat:
+    """How all answers to one request are parsed."""
 
-    marks: Marks | None = None
-    """None where nothing is read as a thought."""
+    tags: ReasoningTags | None = None
+    """None where nothing is parsed as reasoning."""
     is_inside: bool = False
-    """Whether the answer begins among thoughts."""
+    """Whether the answer begins with reasoning."""
     tools: ToolUse | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether all of an answer is text."""
-        return self.marks is None and self.tools is None
+        return self.tags is None and self.tools is None
 
     @property
     def is_call(self) -> bool:
-        """Whether all answers are calls, so that no form for text has anything to say."""
+        """Whether all answers are calls, so that an output schema for text has no effect."""
         return self.tools is not None and self.tools.is_enforced
 
     def reader(self) -> AnswerReader:
@@ -69,15 +69,15 @@ class Reading:
                     param=param,
                 )
             grammar = _either(_json_grammar(form.wire), grammar.text)
-        if self.marks is not None and form is not None and not self.is_call:
+        if self.tags is not None and form is not None and not self.is_call:
             text = _json_grammar(form.wire) if grammar is None else grammar.text
-            grammar = _behind_thoughts(text, self.marks, self.is_inside)
-        elif self.marks is not None and self.is_call and grammar is not None:
-            grammar = _behind_thoughts(grammar.text, self.marks, self.is_inside)
+            grammar = _behind_thoughts(text, self.tags, self.is_inside)
+        elif self.tags is not None and self.is_call and grammar is not None:
+            grammar = _behind_thoughts(grammar.text, self.tags, self.is_inside)
         if grammar is not None:
             given["structured_outputs"] = StructuredOutputsParams.of_grammar(grammar)
         if (self.tools is not None and self.tools.shows_special) or (
-            self.marks is not None and self.marks.is_special
+            self.tags is not None and self.tags.is_special
         ):
             given["skip_special_tokens"] = False
         return given
@@ -100,16 +100,16 @@ def _json_grammar(wire: Grammar) -> str:
     return f"form: %json {schema}\nstart: form"
 
 
-def _behind_thoughts(text: str, marks: Marks, is_inside: bool) -> Grammar:
+def _behind_thoughts(text: str, tags: ReasoningTags, is_inside: bool) -> Grammar:
     """Return a grammar of ours, which ends with the rule `start`, with room for thoughts before it,
     which a prompt that has begun them demands.
     """
     rules, _, start = text.rpartition("start: ")
-    end = lark_literal(marks.form.end)
+    end = lark_literal(tags.form.end)
     lines = [f"thoughts[suffix={end}]: /(?s:.*)/"]
-    if marks.is_special:
-        lines = [f"thoughts: THOUGHT? <[{marks.end_token_id}]>", "THOUGHT: /(?s:.+)/"]
-    begin = f"<[{marks.begin_token_id}]>" if marks.is_special else lark_literal(marks.form.begin)
+    if tags.is_special:
+        lines = [f"thoughts: THOUGHT? <[{tags.end_token_id}]>", "THOUGHT: /(?s:.+)/"]
+    begin = f"<[{tags.begin_token_id}]>" if tags.is_special else lark_literal(tags.form.begin)
     behind = f"thoughts BREAKS? {start}"
     lines += [
         "BREAKS: /\\n{1,4}/",
@@ -121,13 +121,13 @@ def _behind_thoughts(text: str, marks: Marks, is_inside: bool) -> Grammar:
 class AnswerReader:
     """One answer, piece by piece."""
 
-    def __init__(self, reading: Reading) -> None:
-        marks, tools = reading.marks, reading.tools
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        tags, tools = answer_format.tags, answer_format.tools
         self._thoughts = (
-            None if marks is None else ReasoningParser(marks.form, is_inside=reading.is_inside)
+            None if tags is None else ReasoningParser(tags.form, is_inside=answer_format.is_inside)
         )
         self._calls = None if tools is None else ToolParser(tools.form)
-        self._end_token_id = None if marks is None else marks.end_token_id
+        self._end_token_id = None if tags is None else tags.end_token_id
         self._is_counting = self._end_token_id is not None
         self._num_counted = 0
 

@@ -12,7 +12,7 @@ from servers import serve
 from timing import timed
 
 from quire.config.api import ApiConfig
-from quire.server.http.door import GENERATING_PATHS
+from quire.server.http.quota_check import GENERATING_PATHS
 
 pytestmark = timed
 

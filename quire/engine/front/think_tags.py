@@ -1,12 +1,11 @@
-"""How a model's tokens spell the marks around its thoughts: found once over the whole vocabulary,
-so that whoever sees token ids alone (the sampler) can tell where a mark stands, however it was cut
-into tokens.
+"""Automata over token ids that find a model's think tags, made once over the whole vocabulary: the
+sampler, which sees token ids alone, can tell where a tag is, however it was tokenized.
 
-Owns the making of the plan's `MarkSpelling`, over the bytes of tokens. The first mark counts at an
-answer's beginning only, behind nothing but white space, as `quire.text.reasoning` reads it; the
-second one counts wherever it stands, and is looked for as Knuth, Morris and Pratt do (Fast pattern
-matching in strings, 1977). Where both are special tokens, only these tokens count:
-so do the grammars that leave room for thoughts.
+Owns the making of the plan's `ThinkTagTokens`, over the bytes of tokens. The opening tag counts at
+an answer's beginning only, behind nothing but white space, as `quire.text.reasoning` reads it; the
+closing tag counts anywhere, and is searched as Knuth, Morris and Pratt do (Fast pattern matching in
+strings, 1977). Where both are special tokens, only these tokens count, as in the grammars that
+leave room for reasoning.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from quire.core.plan import ANY_STATE, MarkSpelling
+from quire.core.plan import ANY_STATE, ThinkTagTokens
 from quire.errors import InvalidParameterError
 from quire.text.tokenizer import Tokenizer
 
@@ -24,7 +23,7 @@ Step = tuple[int, int, int]
 
 
 @lru_cache(maxsize=4)
-def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -> MarkSpelling:
+def tokens_of_tags(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -> ThinkTagTokens:
     """Look through the first `num_tokens` tokens, once: 1 s for 150,000.
 
     Raises InvalidParameterError where none spell the second mark.
@@ -39,7 +38,7 @@ def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -
                 for token_id, data in _texts(tokenizer, num_tokens, ())
                 if not data.strip(_WHITE_SPACE)
             ]
-            return MarkSpelling(
+            return ThinkTagTokens(
                 ((0, begin_id, 1), *blanks), 1, ((ANY_STATE, end_id, 1),), (end_id,)
             )
     begin, end = (mark.encode() for mark in marks)
@@ -59,7 +58,7 @@ def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -
         tokenizer.read_bytes(each)
         for each in tokenizer.encode(marks[1], add_special_tokens=False, parse_special=True)
     ]
-    return MarkSpelling(
+    return ThinkTagTokens(
         tuple(begin_steps), len(begin), tuple(end_steps), _token_ids(end, pieces, usual)
     )
 
@@ -67,8 +66,8 @@ def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -
 def _texts(
     tokenizer: Tokenizer, num_tokens: int, marks: tuple[int | None, ...]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield tokens that have a text, and that text; special tokens that are no
-    marks have none that counts."""
+    """Yield tokens that have a text, and that text; special tokens other than the tags have none
+    that counts."""
     hidden = tokenizer.special_token_ids - set(marks)
     for token_id in range(num_tokens):
         data = b"" if token_id in hidden else tokenizer.read_bytes(token_id)
@@ -100,8 +99,7 @@ def _agree(left: bytes, right: bytes) -> bool:
 
 
 def _search(mark: bytes, state: int, data: bytes) -> int:
-    """Return where a search for `mark` stands behind `data`, having stood at `state` before;
-    it ends with the mark."""
+    """Return the KMP state after consuming `data` from `state`; it stops at a full match."""
     known = mark[:state] + data
     if mark in known:
         return len(mark)

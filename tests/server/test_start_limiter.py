@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.server.http.turnstile import Turnstile
+from quire.server.http.start_limiter import StartLimiter
 
 
 def test_a_crowd_passes_in_order_one_a_round() -> None:
     async def crowd() -> None:
-        turnstile = Turnstile()
+        start_limiter = StartLimiter()
         passed: list[int] = []
         most_in_a_round, before, is_over = 0, 0, False
 
         async def newcomer(number: int) -> None:
-            await turnstile.enter()
+            await start_limiter.enter()
             passed.append(number)
 
         def look() -> None:
@@ -33,16 +33,16 @@ def test_a_crowd_passes_in_order_one_a_round() -> None:
         assert passed == [number for number in range(50) if number not in (7, 20)]
         assert most_in_a_round == 1
         await asyncio.sleep(0)
-        await asyncio.wait_for(turnstile.enter(), 1)
+        await asyncio.wait_for(start_limiter.enter(), 1)
 
     asyncio.run(crowd())
 
 
 def test_alone_nobody_waits() -> None:
     async def alone() -> None:
-        turnstile = Turnstile()
+        start_limiter = StartLimiter()
         for _ in range(3):
-            entering = turnstile.enter()
+            entering = start_limiter.enter()
             try:
                 entering.send(None)
             except StopIteration:

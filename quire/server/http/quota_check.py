@@ -1,10 +1,9 @@
-"""Between the gate and the routes: who could not be served anyway is told before any work is done
-for it, and a crowd begins one a round of the event loop.
+"""Refusal of requests that could not be served, before any work is done for them; a burst of
+requests begins one per round of the event loop.
 
-Reading a body and making tokens of it costs many times what a refusal costs, so under overload it
-is the refusals of requests that were prepared in vain that would take the machine from those that
-are served. Owns nothing but the turnstile. Answers to tenants with rates say what is left of them,
-as OpenAI's do.
+Reading a body and tokenizing it costs many times what a refusal costs, so under overload requests
+that are prepared in vain would take the machine from those that are served. Owns nothing but the
+start limiter. Answers to tenants with rates say what is left of them, as OpenAI's do.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.http.call import call_in
 from quire.server.http.errors import ApiError
-from quire.server.http.turnstile import Turnstile
+from quire.server.http.start_limiter import StartLimiter
 from quire.server.quota.admission import AdmissionControl
 
 GENERATING_PATHS = frozenset(
@@ -23,13 +22,13 @@ GENERATING_PATHS = frozenset(
 """Whose requests take a place in the queue."""
 
 
-class Door:
-    """ASGI application around the router."""
+class QuotaCheck:
+    """ASGI middleware around the router."""
 
     def __init__(self, app: ASGIApp, admission: AdmissionControl) -> None:
         self._app = app
         self._admission = admission
-        self._turnstile = Turnstile()
+        self._start_limiter = StartLimiter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in. Raises ApiError."""
@@ -37,7 +36,7 @@ class Door:
             if get_route_path(scope) in GENERATING_PATHS:
                 await self._generate(scope, receive, send)
                 return
-            await self._turnstile.enter()
+            await self._start_limiter.enter()
         await self._app(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +53,7 @@ class Door:
 
         try:
             self._admission.check_room(tenant)
-            await self._turnstile.enter()
+            await self._start_limiter.enter()
             self._admission.check_room(tenant)  # others have come in meanwhile
             await self._app(scope, receive, send_with_rates if tenant.has_rates else send)
         except ApiError as error:

@@ -1,5 +1,4 @@
-"""One newcomer a round: keeps a crowd of requests that arrive together from holding up the event
-loop.
+"""Start one new request per round of the event loop, so that a burst does not hold it up.
 
 Preparing a request (its body, its prompt's tokens) takes a millisecond or so of the loop's thread.
 The loop would do that for all requests that are ready before it looks at anything else again; here
@@ -13,16 +12,16 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
-    """For one event loop."""
+class StartLimiter:
+    """Limits request starts of one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_open = True
-        """Whether nobody has passed in this round."""
+        """Whether no request has started in this round."""
 
     async def enter(self) -> None:
-        """Wait for one's turn; at once where nobody else has come in this round."""
+        """Wait for a turn; return at once where no other request has started in this round."""
         loop = asyncio.get_running_loop()
         if self._is_open:
             self._is_open = False
@@ -36,7 +35,7 @@ class Turnstile:
         """A round has passed."""
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # whoever gave up has left a cancelled one
+            if not turn.done():  # a request that gave up has left a cancelled one
                 turn.set_result(None)
                 loop.call_soon(self._next, loop)
                 return

@@ -1,4 +1,4 @@
-"""Text to tokens and back for the server: chats rendered, prompts encoded, the context's length
+"""Encode prompts and decode tokens for the server: chats are rendered, the context's length is
 enforced.
 
 Long texts are worked on in a thread, since the tokenizer releases the interpreter lock and the
@@ -56,7 +56,7 @@ class ChatOptions:
     """Of the request that it came with."""
 
 
-class Texts:
+class PromptEncoder:
     """The model's tokenizer and chat template."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The count of tokens that were thoughts, and what a reading asks of the sampler."""
+"""The count of reasoning tokens, and the constraints that an answer format puts on the sampler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.structure import StructuredOutputsParams
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
-from quire.server.api.reading import Marks, Reading
+from quire.server.api.answer_format import AnswerFormat, ReasoningTags
 from quire.server.api.tools import Demand, Function, Mode, ToolUse, settle_tools
 from quire.server.http.errors import ApiError
 from quire.text.reasoning import MISTRAL_THINK, THINK
@@ -19,15 +19,15 @@ from quire.text.tools import HERMES
 def test_tokens_up_to_the_second_mark_are_counted(size: int) -> None:
     pieces = ["<think>", "a", "b", "</think>", "c", "</think>"]
     token_ids = [1, 5, 6, 2, 7, 2]
-    reader = Reading(Marks(THINK, 1, 2)).reader()
+    reader = AnswerFormat(ReasoningTags(THINK, 1, 2)).reader()
     for start in range(0, len(pieces), size):
         end = start + size
         reader.feed("".join(pieces[start:end]), token_ids[start:end], is_last=end >= len(pieces))
     assert reader.num_thought_tokens == 4
-    silent = Reading(Marks(THINK, 1, 2)).reader()
+    silent = AnswerFormat(ReasoningTags(THINK, 1, 2)).reader()
     silent.feed("a", [5], is_last=True)
     assert silent.num_thought_tokens == 0
-    cut = Reading(Marks(THINK, 1, 2), is_inside=True).reader()
+    cut = AnswerFormat(ReasoningTags(THINK, 1, 2), is_inside=True).reader()
     cut.feed("ab", [5, 6], is_last=True)
     assert cut.num_thought_tokens == 2
 
@@ -42,12 +42,14 @@ def tools(mode: Mode, *, has_form: bool = False) -> ToolUse:
 
 def test_special_marks_are_shown_to_the_parser() -> None:
     assert (
-        Reading(Marks(MISTRAL_THINK, 3, 4, is_special=True)).constraints(None, "x")[
+        AnswerFormat(ReasoningTags(MISTRAL_THINK, 3, 4, is_special=True)).constraints(None, "x")[
             "skip_special_tokens"
         ]
         is False
     )
-    assert "skip_special_tokens" not in Reading(Marks(THINK, 3, 4)).constraints(None, "x")
+    assert "skip_special_tokens" not in AnswerFormat(ReasoningTags(THINK, 3, 4)).constraints(
+        None, "x"
+    )
 
 
 def test_a_form_is_for_answers_that_are_text() -> None:
@@ -56,21 +58,21 @@ def test_a_form_is_for_answers_that_are_text() -> None:
     for mode in modes:
         demanded = tools(mode)
         assert (
-            Reading(tools=demanded).constraints(form, "x")["structured_outputs"].wire
+            AnswerFormat(tools=demanded).constraints(form, "x")["structured_outputs"].wire
             == demanded.grammar
         )
         assert (
-            Reading(tools=demanded).constraints(regex, "x")["structured_outputs"].wire
+            AnswerFormat(tools=demanded).constraints(regex, "x")["structured_outputs"].wire
             == demanded.grammar
         )
-    assert Reading(tools=tools("auto")).constraints(regex, "x")["structured_outputs"] is regex
+    assert AnswerFormat(tools=tools("auto")).constraints(regex, "x")["structured_outputs"] is regex
     offered = tools("auto", has_form=True)
     with pytest.raises(ApiError) as caught:
-        Reading(tools=offered).constraints(regex, "text.format")
+        AnswerFormat(tools=offered).constraints(regex, "text.format")
     assert caught.value.param == "text.format"
     call = '<tool_call>\n{"name": "f", "arguments": {"b": 2}}\n</tool_call>'
-    for marks, thoughts in ((None, ""), (Marks(THINK), "<think>so</think>\n")):
-        wire = Reading(marks, tools=offered).constraints(JSON, "x")["structured_outputs"].wire
+    for marks, thoughts in ((None, ""), (ReasoningTags(THINK), "<think>so</think>\n")):
+        wire = AnswerFormat(marks, tools=offered).constraints(JSON, "x")["structured_outputs"].wire
         native = compile_grammar(wire, NativeVocabulary(TOKENS))
         for text, is_good in ((call, True), ('{"a": 1}', True), ('{"b": 1}', False), ("so", False)):
             matcher, data = native.deep_copy(), list((thoughts + text).encode())
@@ -84,17 +86,17 @@ TOKENS = Vocabulary(
     frozenset({256, 257, 258}),
     (258,),
 )
-PLAIN, SPECIAL = Marks(THINK), Marks(MISTRAL_THINK, 256, 257, is_special=True)
+PLAIN, SPECIAL = ReasoningTags(THINK), ReasoningTags(MISTRAL_THINK, 256, 257, is_special=True)
 JSON = StructuredOutputsParams(
     json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 )
 
 
-def accepts(reading: Reading, token_ids: list[int]) -> bool:
+def accepts(answer_format: AnswerFormat, token_ids: list[int]) -> bool:
     """Whether an answer with a form may be this."""
-    form = None if reading.tools is not None else JSON
+    form = None if answer_format.tools is not None else JSON
     matcher = compile_grammar(
-        reading.constraints(form, "x")["structured_outputs"].wire, NativeVocabulary(TOKENS)
+        answer_format.constraints(form, "x")["structured_outputs"].wire, NativeVocabulary(TOKENS)
     ).deep_copy()
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
@@ -102,21 +104,23 @@ def accepts(reading: Reading, token_ids: list[int]) -> bool:
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("marks", [PLAIN, SPECIAL])
 def test_thoughts_may_come_before_a_form_and_must_end_where_the_prompt_began_them(
-    marks: Marks, is_inside: bool
+    marks: ReasoningTags, is_inside: bool
 ) -> None:
     begin, end = ([256], [257]) if marks.is_special else (list(b"<think>"), list(b"</think>"))
     answer, thought = list(b'{"a": 1}'), list("Hm \u00e4, {2}\n".encode())
-    reading = Reading(marks, is_inside)
+    answer_format = AnswerFormat(marks, is_inside)
     opening = [] if is_inside else begin
-    assert accepts(reading, [*opening, *thought, *end, *b"\n\n", *answer])
-    assert accepts(reading, [*opening, *end, *answer])
-    assert accepts(reading, answer) != is_inside
-    assert not accepts(reading, [*opening, *thought, *end])
-    assert not accepts(reading, [*opening, *thought, *end, *b"text"])
+    assert accepts(answer_format, [*opening, *thought, *end, *b"\n\n", *answer])
+    assert accepts(answer_format, [*opening, *end, *answer])
+    assert accepts(answer_format, answer) != is_inside
+    assert not accepts(answer_format, [*opening, *thought, *end])
+    assert not accepts(answer_format, [*opening, *thought, *end, *b"text"])
 
 
 def test_thoughts_may_come_before_calls_that_are_demanded() -> None:
     call = b'<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    reading = Reading(PLAIN, tools=tools("required"))
-    assert accepts(reading, list(call)) and accepts(reading, [*b"<think>Hm</think>\n", *call])
-    assert not accepts(reading, [*b"Hm", *call])
+    answer_format = AnswerFormat(PLAIN, tools=tools("required"))
+    assert accepts(answer_format, list(call)) and accepts(
+        answer_format, [*b"<think>Hm</think>\n", *call]
+    )
+    assert not accepts(answer_format, [*b"Hm", *call])
