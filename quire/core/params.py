@@ -84,12 +84,12 @@ class RequestOutputKind(Enum):
 
 
 class ThinkTags(NamedTuple):
-    """What a model writes around its thoughts."""
+    """The think tags: what a model writes around its reasoning."""
 
     begin: str
     end: str
     is_open: bool | None = None
-    """Whether the prompt has begun the thoughts; None leaves it to the prompt's end."""
+    """Whether the prompt has begun the reasoning; None leaves it to the prompt's end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have. A mapping of its fields is accepted, too."""
     thinking_token_budget: int | None = None
-    """Tokens that a model may generate between the marks around its thoughts; then the second mark
+    """Tokens that a model may generate between the tags around its reasoning; then the closing tag
     is written for it. -1 is
     None: no limit.
     """

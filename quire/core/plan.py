@@ -58,12 +58,12 @@ class ThinkTagTokens(NamedTuple):
 
 
 class ThinkingBudget(NamedTuple):
-    """How much a row may think: behind so many tokens of thoughts the second
+    """The reasoning budget of a row: behind so many tokens of reasoning the closing
     mark is written for the model."""
 
     max_tokens: int
     is_open: bool
-    """Whether the prompt has begun the thoughts, so that they need no first mark."""
+    """Whether the prompt has begun the reasoning, so that it needs no opening tag."""
     marks: ThinkTagTokens
 
 

@@ -3,9 +3,9 @@ penalties, in vLLM's order.
 
 Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, penalties
 (repetition over prompt and output, frequency and presence over the output), and last what the row
-must have: the end of thoughts whose budget is spent, and the grammar, so that nothing before it can
-let through what it forbids. Where the two disagree (in the midst of a character, for grammars know
-no halves of one) the grammar goes first. Rows that need none of these are never touched; those
+must have: the end of reasoning whose budget is spent, and the grammar, so that nothing before it
+can let through what it forbids. Where the two disagree (in the midst of a character, for grammars
+know no halves of one) the grammar goes first. Rows that need none of these are never touched; those
 that do are edited in a copy, with the bans, biases and penalties of all rows in one pass each.
 Arithmetic is elementwise, so a row's result does not depend on batch composition.
 """
@@ -194,7 +194,7 @@ class RowEditor:
                 errors[i] = str(error)
 
     def _forced(self, row: SampledRow, vocab_size: int) -> int | None:
-        """Return the token that the budget for thoughts demands now."""
+        """Return the token that the budget for reasoning demands now."""
         if row.sampling.thinking is None:
             return None
         found = self._watches.get(row.row)

@@ -1,4 +1,4 @@
-"""A budget for thoughts: where a row's output stands with its marks, and which token it must get
+"""A reasoning budget: where a row's output stands with its think tags, and which token it must get
 once the budget is spent.
 
 Like a matcher of a grammar, a watch only saves work: what it says is a function of the output's

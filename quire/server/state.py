@@ -93,7 +93,7 @@ class Api:
         continued: str | None = None,
     ) -> AnswerFormat:
         """Return how the answers to a request are read. `prompt` is the rendered chat, `continued`
-        the message that the answer goes on with, if it does. Thoughts may come before JSON; forms
+        the message that the answer goes on with, if it does. Reasoning may come before JSON; forms
         of other kinds leave no room for them.
         """
         is_call = tools is not None and tools.is_enforced
@@ -108,10 +108,10 @@ class Api:
         answer_format: AnswerFormat | None = None,
         param: str = "thinking_token_budget",
     ) -> dict[str, Any]:
-        """Return the sampling parameters that a budget for thoughts needs, for an answer that is
+        """Return the sampling parameters that a budget for reasoning needs, for an answer that is
         read so, or not read at all.
 
-        None and -1 are no budget. Raises ApiError 400 for a model whose thoughts cannot be told
+        None and -1 are no budget. Raises ApiError 400 for a model whose reasoning cannot be told
         apart.
         """
         if budget is None or budget < 0:

@@ -1,11 +1,11 @@
 """Reasoning in a model's text: how a model marks what it thinks before it answers, and telling the
 two apart as they stream.
 
-Owns the marks and the parser. Thoughts stand at an answer's beginning, between two marks; the first
-may be in the prompt already, where the chat template writes it. The line breaks inside the marks
-and behind them are neither thought nor answer, as in the templates that put both together again.
-What is given does not depend on how the text was cut into pieces, and costs O(text). Only what may
-still become a mark, and line breaks before one, are held back.
+Owns the tags and the parser. Reasoning is at an answer's beginning, between two tags; the first may
+be in the prompt already, where the chat template writes it. The line breaks inside the tags and
+behind them are neither reasoning nor answer, as in the templates that put both together again. What
+is given does not depend on how the text was cut into pieces, and costs O(text). Only what may still
+become a mark, and line breaks before one, are held back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ more than that is no layout."""
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its thoughts."""
+    """The tags around a model's reasoning."""
 
     name: str
     begin: str
@@ -35,19 +35,19 @@ REASONING_FORMATS = {each.name: each for each in (THINK, MISTRAL_THINK)}
 
 
 def reasoning_of_template(source: str) -> ReasoningFormat | None:
-    """Return the marks that a chat template knows; None where it knows none."""
+    """Return the tags that a chat template knows; None where it knows none."""
     return next((form for form in REASONING_FORMATS.values() if form.end in source), None)
 
 
 def is_thinking(form: ReasoningFormat, prompt: str, continued: str | None = None) -> bool:
-    """Return whether an answer to `prompt` begins among thoughts;
+    """Return whether an answer to `prompt` begins inside reasoning;
     `continued` is the message that it goes on with, if it does."""
     if continued is not None:
         return continued.rfind(form.begin) > continued.rfind(form.end)
     return prompt[-256:].rstrip().endswith(form.begin)
 
 
-class Thought(NamedTuple):
+class ReasoningText(NamedTuple):
     """More of what the model thinks."""
 
     text: str
@@ -64,18 +64,18 @@ class ReasoningParser:
         """Whether only line breaks have come since the mark."""
         self._held = ""
         self.has_begun = is_inside
-        """Whether there were thoughts, be they empty."""
+        """Whether there was reasoning, be it empty."""
 
-    def feed(self, text: str) -> list[Thought | Text]:
+    def feed(self, text: str) -> list[ReasoningText | Text]:
         """Return what a piece of text brings."""
-        out: list[Thought | Text] = []
+        out: list[ReasoningText | Text] = []
         held, self._held = self._held + text, ""
         if self._state is _START:
             held = self._begin(held)
         if self._state is _INSIDE:
             thought, held = self._think(held)
             if thought:
-                out.append(Thought(thought))
+                out.append(ReasoningText(thought))
         if self._state is _OUTSIDE:
             answer = self._freshened(held)
             if answer:
@@ -84,13 +84,13 @@ class ReasoningParser:
         self._held = held
         return out
 
-    def flush(self) -> list[Thought | Text]:
+    def flush(self) -> list[ReasoningText | Text]:
         """The answer has ended: give back what was held."""
         held, self._held = self._held, ""
         if self._state is _START:
             return [Text(held)] if held else []
         held = self._freshened(held)
-        return [Thought(held)] if held else []
+        return [ReasoningText(held)] if held else []
 
     def _begin(self, text: str) -> str:
         """At the answer's beginning: what is left to read, or to hold, of a text."""
@@ -105,7 +105,7 @@ class ReasoningParser:
         return text
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Among thoughts: (what is known to be one, the rest)."""
+        """Inside reasoning: (what is known to be reasoning, the rest)."""
         end = self._form.end
         found = text.find(end)
         if found >= 0:

@@ -23,13 +23,13 @@ def test_tokens_up_to_the_second_mark_are_counted(size: int) -> None:
     for start in range(0, len(pieces), size):
         end = start + size
         reader.feed("".join(pieces[start:end]), token_ids[start:end], is_last=end >= len(pieces))
-    assert reader.num_thought_tokens == 4
+    assert reader.num_reasoning_tokens == 4
     silent = AnswerFormat(ReasoningTags(THINK, 1, 2)).reader()
     silent.feed("a", [5], is_last=True)
-    assert silent.num_thought_tokens == 0
+    assert silent.num_reasoning_tokens == 0
     cut = AnswerFormat(ReasoningTags(THINK, 1, 2), is_inside=True).reader()
     cut.feed("ab", [5, 6], is_last=True)
-    assert cut.num_thought_tokens == 2
+    assert cut.num_reasoning_tokens == 2
 
 
 def tools(mode: Mode, *, has_form: bool = False) -> ToolUse:

@@ -15,7 +15,7 @@ from quire.text.reasoning import (
     MISTRAL_THINK,
     THINK,
     ReasoningParser,
-    Thought,
+    ReasoningText,
     is_thinking,
     reasoning_of_template,
 )
@@ -34,7 +34,7 @@ ANSWERS = [
 ]
 
 
-def read(pieces: list[str], *, is_inside: bool = False) -> list[Thought | Text]:
+def read(pieces: list[str], *, is_inside: bool = False) -> list[ReasoningText | Text]:
     """Everything, with what belongs together joined."""
     parser = ReasoningParser(THINK, is_inside=is_inside)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.flush()
@@ -66,7 +66,7 @@ def test_t34_random_text_and_random_cuts(data: st.DataObject, is_inside: bool) -
     ]
     whole = read([answer], is_inside=is_inside)
     assert read(pieces, is_inside=is_inside) == whole
-    assert sum(isinstance(each, Thought) for each in whole) <= 1
+    assert sum(isinstance(each, ReasoningText) for each in whole) <= 1
     if not is_inside and not answer.lstrip(" \n").startswith("<think>"):
         assert whole == ([Text(answer)] if answer else [])
     marks = answer.replace("<think>", "", 1).replace("</think>", "", 1)
@@ -74,7 +74,7 @@ def test_t34_random_text_and_random_cuts(data: st.DataObject, is_inside: bool) -
         assert "".join(each.text for each in whole).replace("\n", "") == answer.replace(
             "</think>", "", 1
         ).replace("\n", "")
-    elif any(isinstance(each, Thought) for each in whole):
+    elif any(isinstance(each, ReasoningText) for each in whole):
         assert (
             "".join(each.text for each in whole).replace("\n", "").strip()
             == marks.replace("\n", "").strip()
@@ -83,21 +83,21 @@ def test_t34_random_text_and_random_cuts(data: st.DataObject, is_inside: bool) -
 
 def test_what_is_read() -> None:
     assert read([ANSWERS[0]]) == [
-        Thought("Two and two,\n\nhm </thin <think>."),
+        ReasoningText("Two and two,\n\nhm </thin <think>."),
         Text("Four.</think>"),
     ]
     assert read([ANSWERS[1]]) == [Text("None.")]
     assert read([ANSWERS[2]]) == [Text(ANSWERS[2])]
     assert read([ANSWERS[5]]) == [Text(ANSWERS[5])]
-    assert read([ANSWERS[5]], is_inside=True) == [Thought("no mark"), Text("then")]
-    assert read([ANSWERS[3]]) == [Thought("cut\n\n")]
+    assert read([ANSWERS[5]], is_inside=True) == [ReasoningText("no mark"), Text("then")]
+    assert read([ANSWERS[3]]) == [ReasoningText("cut\n\n")]
 
 
 def test_thoughts_stream_as_they_come() -> None:
     parser = ReasoningParser(THINK)
-    assert parser.feed("<think>\nOne") == [Thought("One")]
-    assert parser.feed(" two</") == [Thought(" two")]
-    assert parser.feed("b>") == [Thought("</b>")]
+    assert parser.feed("<think>\nOne") == [ReasoningText("One")]
+    assert parser.feed(" two</") == [ReasoningText(" two")]
+    assert parser.feed("b>") == [ReasoningText("</b>")]
     assert parser.feed("\n") == []
     assert parser.feed("</think>") == []
     assert parser.feed("\nYes") == [Text("Yes")] and parser.has_begun

@@ -29,11 +29,11 @@ class Digest:
     params: SamplingParams
     """Not to be changed any more."""
     spec: RequestSpec
-    """For any prompt: without a seed, and without a budget for thoughts,
+    """For any prompt: without a seed, and without a budget for reasoning,
     which depends on how the prompt ends."""
     stop_strings: StopStrings = field(default_factory=StopStrings)
     marks: tuple[ThinkTags, ThinkTagTokens] | None = None
-    """Around thoughts whose number has a budget, and how the model's tokens spell them."""
+    """The think tags where reasoning has a budget, and their tokens."""
 
     def of(self, params: SamplingParams) -> Digest:
         """Return the same for parameters that differ from those that were read in
@@ -146,7 +146,7 @@ class Digester:
         return list(spellings)
 
     def _marks(self, params: SamplingParams) -> tuple[ThinkTags, ThinkTagTokens] | None:
-        """Return the marks of thoughts whose number has a budget."""
+        """Return the think tags of parameters with a reasoning budget."""
         if params.thinking_token_budget is None:
             return None
         tokenizer, marks = self._tokenizer, params.thinking_marks

@@ -25,7 +25,7 @@ from quire.text.reasoning import ReasoningFormat, is_thinking
 from quire.text.tokenizer import Tokenizer
 
 _TAIL = 64
-"""Tokens at a prompt's end among which a mark that begins thoughts is looked for."""
+"""Tokens at a prompt's end among which an opening think tag is searched for."""
 
 
 class PreparedRequest(NamedTuple):
@@ -137,7 +137,7 @@ class RequestBuilder:
         return mix64(self._plan.config.seed ^ mix64(self._num_unseeded))
 
     def _thinking(self, digest: Digest, prompt: ParsedPrompt) -> ThinkingBudget | None:
-        """Return the budget for thoughts, where there is one, behind this prompt."""
+        """Return the budget for reasoning, where there is one, behind this prompt."""
         budget = digest.params.thinking_token_budget
         if digest.marks is None or budget is None:
             return None

@@ -16,10 +16,10 @@ from quire.core.structure import StructuredOutputsParams, lark_literal
 from quire.grammar.backend import embedded_schema
 from quire.server.api.tools import ToolUse
 from quire.server.http.errors import bad_request
-from quire.text.reasoning import ReasoningFormat, ReasoningParser, Thought
+from quire.text.reasoning import ReasoningFormat, ReasoningParser, ReasoningText
 from quire.text.tools import CallArguments, CallBegin, Text, ToolParser
 
-Event = Thought | Text | CallBegin | CallArguments
+Event = ReasoningText | Text | CallBegin | CallArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class AnswerFormat:
             grammar = _either(_json_grammar(form.wire), grammar.text)
         if self.tags is not None and form is not None and not self.is_call:
             text = _json_grammar(form.wire) if grammar is None else grammar.text
-            grammar = _behind_thoughts(text, self.tags, self.is_inside)
+            grammar = _after_reasoning(text, self.tags, self.is_inside)
         elif self.tags is not None and self.is_call and grammar is not None:
-            grammar = _behind_thoughts(grammar.text, self.tags, self.is_inside)
+            grammar = _after_reasoning(grammar.text, self.tags, self.is_inside)
         if grammar is not None:
             given["structured_outputs"] = StructuredOutputsParams.of_grammar(grammar)
         if (self.tools is not None and self.tools.shows_special) or (
@@ -84,7 +84,7 @@ class AnswerFormat:
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
-    """Return whether a form is JSON, before which there may be thoughts and
+    """Return whether a form is JSON, before which there may be reasoning and
     beside which there may be calls."""
     return form.wire.kind in ("json", "json_compact")
 
@@ -100,9 +100,9 @@ def _json_grammar(wire: Grammar) -> str:
     return f"form: %json {schema}\nstart: form"
 
 
-def _behind_thoughts(text: str, tags: ReasoningTags, is_inside: bool) -> Grammar:
-    """Return a grammar of ours, which ends with the rule `start`, with room for thoughts before it,
-    which a prompt that has begun them demands.
+def _after_reasoning(text: str, tags: ReasoningTags, is_inside: bool) -> Grammar:
+    """Return a grammar of ours, which ends with the rule `start`, with room for reasoning before
+    it, which a prompt that has begun them demands.
     """
     rules, _, start = text.rpartition("start: ")
     end = lark_literal(tags.form.end)
@@ -123,7 +123,7 @@ class AnswerReader:
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         tags, tools = answer_format.tags, answer_format.tools
-        self._thoughts = (
+        self._reasoning = (
             None if tags is None else ReasoningParser(tags.form, is_inside=answer_format.is_inside)
         )
         self._calls = None if tools is None else ToolParser(tools.form)
@@ -137,19 +137,19 @@ class AnswerReader:
         return 0 if self._calls is None else self._calls.num_calls
 
     @property
-    def num_thought_tokens(self) -> int:
-        """Tokens up to the mark that ends the thoughts;
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the closing think tag;
         0 for a model that writes the mark with several."""
-        return self._num_counted if self._thoughts is not None and self._thoughts.has_begun else 0
+        return self._num_counted if self._reasoning is not None and self._reasoning.has_begun else 0
 
     def feed(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[Event]:
         """Return what a piece of the answer brings."""
         if self._is_counting:
             self._count(token_ids)
-        if self._thoughts is None:
+        if self._reasoning is None:
             return self._read(text, is_last=is_last)
-        found = self._thoughts.feed(text) + (self._thoughts.flush() if is_last else [])
-        events: list[Event] = [each for each in found if isinstance(each, Thought)]
+        found = self._reasoning.feed(text) + (self._reasoning.flush() if is_last else [])
+        events: list[Event] = [each for each in found if isinstance(each, ReasoningText)]
         rest = "".join(each.text for each in found if isinstance(each, Text))
         return events + self._read(rest, is_last=is_last)
 

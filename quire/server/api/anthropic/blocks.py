@@ -22,7 +22,7 @@ from quire.server.api.tools import call_id
 from quire.server.http.body import shape
 from quire.server.http.errors import ApiError, bad_request
 from quire.server.http.responses import StreamEvent
-from quire.text.reasoning import Thought
+from quire.text.reasoning import ReasoningText
 from quire.text.tools import CallArguments, CallBegin, Text
 
 Block = dict[str, Any]
@@ -44,7 +44,7 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Return the turns as templates read them. Raises ApiError 400 naming the block that is wrong.
 
-    `unread` is told where there are thoughts that only the service that made them can read.
+    `unread` is told where there is reasoning that only the service that made them can read.
     """
     if not turns:
         raise bad_request("messages: at least one is needed", param="messages")
@@ -210,7 +210,7 @@ class ContentBlocks:
 
 
 _KINDS: Mapping[type, str] = {
-    Thought: "thinking",
+    ReasoningText: "thinking",
     Text: "text",
     CallBegin: "tool_use",
     CallArguments: "tool_use",

@@ -1,7 +1,7 @@
 """`context_management` of /v1/messages: what is taken out of a long conversation before it becomes
 a prompt.
 
-Owns the two edits that only leave things out, old thoughts and old results of tools, and reports
+Owns the two edits that only leave things out, old reasoning and old results of tools, and reports
 what each has cleared. The third, a summary, would have to be written by the model: it is accepted
 until its trigger is reached, and refused by name from there on. Turns are never changed in place,
 and tokens are counted only where an edit needs it.
@@ -33,7 +33,7 @@ class _Counted(msgspec.Struct, kw_only=True):
 
 
 class ClearThinking(msgspec.Struct, kw_only=True):
-    """Leaves the thoughts of older turns out."""
+    """Leaves the reasoning of older turns out."""
 
     type: str
     keep: Literal["all"] | _Counted = msgspec.field(
@@ -158,7 +158,7 @@ async def _check_length(edited: Edited, edit: Compact, count: CountTokens) -> No
 
 async def _clear_thinking(edited: Edited, edit: ClearThinking, count: CountTokens) -> Edited:
     thinking = [
-        number for number, turn in enumerate(edited.turns) if any(map(_is_thought, _blocks(turn)))
+        number for number, turn in enumerate(edited.turns) if any(map(_is_reasoning, _blocks(turn)))
     ]
     older = (
         set() if edit.num_kept is None else set(thinking[: max(0, len(thinking) - edit.num_kept)])
@@ -166,7 +166,7 @@ async def _clear_thinking(edited: Edited, edit: ClearThinking, count: CountToken
     if not older:
         return edited
     turns = [
-        _without_thoughts(turn) if number in older else turn
+        _without_reasoning(turn) if number in older else turn
         for number, turn in enumerate(edited.turns)
     ]
     return await _applied(
@@ -207,13 +207,13 @@ def _blocks(turn: Turn) -> Sequence[Block]:
     return [] if isinstance(turn.content, str) else turn.content
 
 
-def _is_thought(block: Block) -> bool:
+def _is_reasoning(block: Block) -> bool:
     return block.get("type") in ("thinking", "redacted_thinking")
 
 
-def _without_thoughts(turn: Turn) -> Turn:
+def _without_reasoning(turn: Turn) -> Turn:
     return Turn(
-        role=turn.role, content=[block for block in _blocks(turn) if not _is_thought(block)] or ""
+        role=turn.role, content=[block for block in _blocks(turn) if not _is_reasoning(block)] or ""
     )
 
 

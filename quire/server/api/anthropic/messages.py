@@ -1,4 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for text, thoughts and calls."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for text, reasoning and
+calls."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class PreparedChat:
     def reader(self) -> ChoiceReader:
         """Of one choice."""
         return ChoiceReader(
-            self.answer_format, shows_thoughts=self.request.include_reasoning is not False
+            self.answer_format, shows_reasoning=self.request.include_reasoning is not False
         )
 
     def tracker(self) -> LogprobTracker | None:
@@ -253,7 +253,7 @@ def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
 # ---------------------------------------------------------------------------------------------
 
 
-def usage_body(usage: Usage, num_thought_tokens: int = 0) -> dict[str, Any]:
+def usage_body(usage: Usage, num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's `usage`."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
@@ -261,7 +261,7 @@ def usage_body(usage: Usage, num_thought_tokens: int = 0) -> dict[str, Any]:
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": num_thought_tokens,
+            "reasoning_tokens": num_reasoning_tokens,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
@@ -277,7 +277,7 @@ def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict
     answer["choices"] = [
         _choice(prepared, *each) for each in zip(completions, readers, strict=True)
     ]
-    answer["usage"] = usage_body(usage, sum(reader.num_thought_tokens for reader in readers))
+    answer["usage"] = usage_body(usage, sum(reader.num_reasoning_tokens for reader in readers))
     answer["service_tier"] = None if request.service_tier is None else "default"
     answer["prompt_logprobs"] = (
         None if request.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
@@ -470,7 +470,7 @@ class _ChatEvents:
 
     def _usage(self) -> dict[str, Any]:
         usage = replace(self._run.usage, num_output_tokens=self._num_tokens)
-        return usage_body(usage, sum(reader.num_thought_tokens for reader in self._readers))
+        return usage_body(usage, sum(reader.num_reasoning_tokens for reader in self._readers))
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {**self._envelope, "choices": choices}

@@ -8,22 +8,22 @@ from typing import Any
 
 from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.tools import call_id
-from quire.text.reasoning import Thought
+from quire.text.reasoning import ReasoningText
 from quire.text.tools import CallArguments, Text
 
 
 class ChoiceReader:
     """One choice."""
 
-    def __init__(self, answer_format: AnswerFormat, *, shows_thoughts: bool = True) -> None:
+    def __init__(self, answer_format: AnswerFormat, *, shows_reasoning: bool = True) -> None:
         self._reader = answer_format.reader()
         self._tools = answer_format.tools
-        self._shows_thoughts = shows_thoughts
+        self._shows_reasoning = shows_reasoning
 
     @property
-    def num_thought_tokens(self) -> int:
+    def num_reasoning_tokens(self) -> int:
         """As OpenAI's `reasoning_tokens` counts them."""
-        return self._reader.num_thought_tokens
+        return self._reader.num_reasoning_tokens
 
     def deltas(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[dict[str, Any]]:
         """Return what a piece of the answer brings."""
@@ -31,11 +31,11 @@ class ChoiceReader:
         return [
             self._delta(event)
             for event in events
-            if self._shows_thoughts or not isinstance(event, Thought)
+            if self._shows_reasoning or not isinstance(event, ReasoningText)
         ]
 
     def message(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a whole answer: its `content`, and its thoughts and `tool_calls` where there are
+        """Return a whole answer: its `content`, and its reasoning and `tool_calls` where there are
         any. A content that is empty beside either is null.
         """
         calls: dict[int, dict[str, Any]] = {}
@@ -62,7 +62,7 @@ class ChoiceReader:
         return "tool_calls" if reason == "stop" and has_called else reason
 
     def _delta(self, event: Event) -> dict[str, Any]:
-        if isinstance(event, Thought):  # under both names that clients know
+        if isinstance(event, ReasoningText):  # under both names that clients know
             return {"reasoning": event.text, "reasoning_content": event.text}
         if isinstance(event, Text):
             return {"content": event.text}

@@ -21,7 +21,7 @@ from quire.server.api.tools import call_id
 from quire.server.http.body import convert
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.http.responses import StreamEvent
-from quire.text.reasoning import Thought
+from quire.text.reasoning import ReasoningText
 from quire.text.tools import CallArguments, CallBegin, Text
 
 Item = dict[str, Any]
@@ -37,13 +37,13 @@ def new_id(prefix: str) -> str:
 
 
 class InputReader:
-    """Reads what one request brings. `unseal` gives the thoughts of a text that this server
+    """Reads what one request brings. `unseal` gives the reasoning of a text that this server
     has sealed (see `sealed`)."""
 
     def __init__(self, unseal: Callable[[str], str | None]) -> None:
         self._unseal = unseal
         self.unread: list[str] = []
-        """Where there were thoughts that cannot be read: sealed by another server,
+        """Where there was reasoning that cannot be read: sealed by another server,
         or before this one was started."""
 
     def items(self, value: str | Sequence[Item]) -> list[Item]:
@@ -61,12 +61,12 @@ class InputReader:
                 "id": new_id("rs"),
                 "type": "reasoning",
                 "summary": [],
-                "content": self._thoughts(item, where),
+                "content": self._reasoning_texts(item, where),
             }
         return _input_item(item, where)
 
-    def _thoughts(self, item: Item, where: str) -> list[Item]:
-        """Return the thoughts of an earlier answer: what was sealed, where it can be verified,
+    def _reasoning_texts(self, item: Item, where: str) -> list[Item]:
+        """Return the reasoning of an earlier answer: what was sealed, where it can be verified,
         else what stands there."""
         sealed, content = item.get("encrypted_content"), item.get("content") or []
         if not isinstance(sealed, str | None):
@@ -129,7 +129,7 @@ def _input_message(item: Item, where: str) -> Item:
 
 
 def _reasoning_parts(content: Any, where: str) -> list[Item]:
-    """Thoughts in the clear."""
+    """Reasoning in the clear."""
     param = f"{where}.content"
     texts = (
         [part.get("text") for part in content if isinstance(part, Mapping)]
@@ -142,7 +142,7 @@ def _reasoning_parts(content: Any, where: str) -> list[Item]:
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Return items as a chat's messages: an assistant's thoughts,
+    """Return items as a chat's messages: an assistant's reasoning,
     text and calls that follow one another are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -193,7 +193,7 @@ class OutputItems:
     def __init__(
         self, answer_format: AnswerFormat, seal: Callable[[str], str] | None = None
     ) -> None:
-        """`seal`: makes the `encrypted_content` of thoughts, where that is wanted."""
+        """`seal`: makes the `encrypted_content` of reasoning, where that is wanted."""
         self._format = answer_format
         self._seal = seal
         self._reader = answer_format.reader()
@@ -205,9 +205,9 @@ class OutputItems:
         self.items: list[Item] = []
 
     @property
-    def num_thought_tokens(self) -> int:
+    def num_reasoning_tokens(self) -> int:
         """As OpenAI's `reasoning_tokens` counts them."""
-        return self._reader.num_thought_tokens
+        return self._reader.num_reasoning_tokens
 
     def take(
         self, completion: CompletionOutput, tokens: Sequence[ScoredToken]
@@ -330,7 +330,7 @@ class OutputItems:
 
 
 _KINDS: Mapping[type, str] = {
-    Thought: "reasoning",
+    ReasoningText: "reasoning",
     Text: "message",
     CallBegin: "function_call",
     CallArguments: "function_call",

@@ -1,4 +1,4 @@
-"""POST /v1/responses and what belongs to it: answers of thoughts, text and calls,
+"""POST /v1/responses and what belongs to it: answers of reasoning, text and calls,
 continued by `previous_response_id`."""
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _PreparedResponse:
     prompt: _Prompt
     names: TokenNames
     seal: Callable[[str], str] | None
-    """None where thoughts are not to be sealed."""
+    """None where reasoning is not to be sealed."""
     prepare_s: float
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -383,7 +383,7 @@ class Responses:
             lambda: items.take(completion, tracker.take(completion) if tracker is not None else []),
         )
         answer = _body(
-            prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items
+            prepared, _status(completion), _usage(usage, items.num_reasoning_tokens), items.items
         )
         prepared.add_timings(answer, output, usage)
         self._keep(call, prepared, answer)
@@ -480,12 +480,12 @@ def _shown(function: Function) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
+def _usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }
 
@@ -536,7 +536,7 @@ class _ResponseEvents:
 
     def _closing(self, last: RequestOutput) -> bytes:
         usage = self._run.usage
-        shown = _usage(usage, self._items.num_thought_tokens)
+        shown = _usage(usage, self._items.num_reasoning_tokens)
         body = _body(self._prepared, _status(last.outputs[0]), shown, self._items.items)
         self._prepared.add_timings(body, last, usage)
         self._keep(body)

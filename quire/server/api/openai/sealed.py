@@ -1,9 +1,9 @@
-"""Thoughts as clients carry them from one answer to the next: `reasoning.encrypted_content` of
+"""Reasoning as clients carry it from one answer to the next: `reasoning.encrypted_content` of
 /v1/responses.
 
 A client that keeps its conversation itself sends an answer's reasoning items back, often with
 nothing in them but this text. It is signed for the tenant that got it, so that what comes back is
-known to be what the model wrote. It is not encrypted: the same thoughts stand readable beside it in
+known to be what the model wrote. It is not encrypted: the same reasoning is readable beside it in
 the item's `content`, and hiding them here would protect nothing. The key is made when the server
 starts and leaves it in no form; what an earlier process signed cannot be verified any more.
 """
