@@ -70,7 +70,7 @@ class Filters:
 
 
 @dataclass(frozen=True, slots=True)
-class FilterThresholds:
+class Thresholds:
     """The last token that each of n rows keeps: t is kept if its logit is above `value`, or equal
     and t <= `token_id`.
 
@@ -160,7 +160,7 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Thresholds:
         """Return the thresholds at which all of these hold; at least one token is kept.
 
         Tokens below `floor` are removed; then all but the `top_k` best; then, with `total` the
@@ -170,7 +170,7 @@ class SamplingKernels(Protocol):
         ...
 
     def draw(
-        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+        self, logits: Tensor, rows: ScaledRows, thresholds: Thresholds | None, keys: Keys
     ) -> Tensor:
         """Sample one token from each row's kept tokens (all of them without `thresholds`): int64
         [n]."""
@@ -180,7 +180,7 @@ class SamplingKernels(Protocol):
         self,
         logits: Tensor,
         rows: ScaledRows,
-        thresholds: FilterThresholds | None,
+        thresholds: Thresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,

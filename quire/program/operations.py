@@ -12,9 +12,17 @@ and `Attend` touch anything but their values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def activation_code(activation: str) -> int:
+    """Return an activation's number in all back ends; ValueError where it has none."""
+    names: tuple[str, ...] = get_args(Activation)
+    if activation not in names:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(names)}")
+    return names.index(activation)
 
 
 @dataclass(frozen=True, slots=True)

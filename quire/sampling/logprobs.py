@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.core.plan import RowSampling, TokenLogprobs
 from quire.errors import RequestError
-from quire.kernels.sampling import WEIGHT_ONE, FilterThresholds, SamplingKernels
+from quire.kernels.sampling import WEIGHT_ONE, SamplingKernels, Thresholds
 from quire.sampling.tensors import integers, scaled_rows, thresholds_of
 
 
@@ -122,7 +122,7 @@ def _values(
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _thresholds(queries: list[Query], logits: Tensor) -> FilterThresholds | None:
+def _thresholds(queries: list[Query], logits: Tensor) -> Thresholds | None:
     if all(query.threshold is None for query in queries):
         return None
     return thresholds_of(

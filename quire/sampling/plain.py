@@ -20,14 +20,7 @@ from torch import Tensor
 
 from quire.common.seeds import derive_seed
 from quire.core.plan import RowSampling
-from quire.kernels.sampling import (
-    Draws,
-    Filters,
-    FilterThresholds,
-    Keys,
-    SamplingKernels,
-    ScaledRows,
-)
+from quire.kernels.sampling import Draws, Filters, Keys, SamplingKernels, ScaledRows, Thresholds
 from quire.sampling.edits import is_edited
 from quire.sampling.rows import SampledRow
 
@@ -64,7 +57,7 @@ def choose_plain(
             _arrays(rows, places, logits.shape[1], is_filtered=places is filtered)
         )
         scaled = ScaledRows(row, finite_max_logits.index_select(0, row), scale)
-        thresholds: FilterThresholds | None = (
+        thresholds: Thresholds | None = (
             kernels.thresholds(logits, scaled, Filters(*limits)) if limits else None
         )
         token_ids.index_copy_(

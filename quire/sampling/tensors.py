@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling import FilterThresholds, ScaledRows
+from quire.kernels.sampling import ScaledRows, Thresholds
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
@@ -27,9 +27,7 @@ def scaled_rows(rows: Sequence[tuple[int, float, float]], device: torch.device) 
     return ScaledRows(integers(numbers, device), floats(max_logits, device), floats(scales, device))
 
 
-def thresholds_of(
-    thresholds: Sequence[tuple[float, int]], device: torch.device
-) -> FilterThresholds:
+def thresholds_of(thresholds: Sequence[tuple[float, int]], device: torch.device) -> Thresholds:
     """Put (least value kept, last token id kept of that value) of N rows into tensors."""
     values, token_ids = zip(*thresholds, strict=True)
-    return FilterThresholds(floats(values, device), integers(token_ids, device))
+    return Thresholds(floats(values, device), integers(token_ids, device))

@@ -11,7 +11,7 @@ import pytest
 from fake_client import FakeClient
 from servers import serve
 
-from quire.server.api import texts
+from quire.server.api import prompt_encoder
 from quire.server.api.anthropic import messages as anthropic_messages
 from quire.server.api.openai import chat, responses
 from quire.text.chat import ChatTemplate
@@ -59,7 +59,7 @@ def test_t20_large_bodies_are_digested_in_threads_of_their_own(
     for owner in (chat, responses):
         watched(owner, "for_template")
     watched(anthropic_messages, "messages_of")
-    watched(texts, "_num_chars")
+    watched(prompt_encoder, "_num_chars")
     watched(ChatTemplate, "render")
     with serve(FakeClient()) as server:
         for arguments, expected in (

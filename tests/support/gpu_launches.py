@@ -19,7 +19,7 @@ from gpu_compiler import compiling, describe
 
 from quire.kernels.interface import AttentionBatch, QuantizedWeight, SharedPrefixes, Weights
 from quire.kernels.kv_cache import empty_cache
-from quire.kernels.sampling import Filters, FilterThresholds, Keys, Penalties, ScaledRows
+from quire.kernels.sampling import Filters, Keys, Penalties, ScaledRows, Thresholds
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cache import enter
 from quire.kernels.triton.experts import TritonExperts
@@ -218,7 +218,7 @@ def small(dtype: torch.dtype = BF16) -> None:
 def sampling() -> None:
     logits, ids = torch.zeros(4, 128_000), torch.zeros(3, dtype=torch.int64)
     floats, kernels = torch.zeros(3), TritonSampling()
-    rows, thresholds = ScaledRows(ids, floats, floats), FilterThresholds(floats, ids)
+    rows, thresholds = ScaledRows(ids, floats, floats), Thresholds(floats, ids)
     kernels.argmax(logits)
     kernels.thresholds(logits, rows, Filters(ids, floats.double(), floats))
     for limit in (None, thresholds):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1}
-ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def float_code(tensor: Tensor, name: str) -> int:
@@ -19,14 +18,6 @@ def float_code(tensor: Tensor, name: str) -> int:
     code = FLOAT_CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"{name} is {tensor.dtype}; the CPU kernels take float32 and bfloat16")
-    return code
-
-
-def activation_code(activation: str) -> int:
-    """Return the extension's number for the activation; ValueError where it has none."""
-    code = ACTIVATION_CODES.get(activation)
-    if code is None:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}")
     return code
 
 

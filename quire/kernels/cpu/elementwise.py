@@ -8,7 +8,6 @@ from torch import Tensor
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import (
-    activation_code,
     address,
     float_code,
     heads_address,
@@ -17,7 +16,7 @@ from quire.kernels.cpu.checks import (
 )
 from quire.kernels.cpu.linear import PackedTable
 from quire.kernels.interface import EmbeddingTable
-from quire.program.operations import Activation
+from quire.program.operations import Activation, activation_code
 
 
 def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
@@ -47,48 +46,34 @@ def native_lookup(table: EmbeddingTable) -> _native.Lookup:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
     """See `Kernels.rms_norm`; the weight may be float32 beside bfloat16 x,
     and the other way round."""
-    width = _norm_width(x, weight)
-    out = torch.empty_like(x)
-    _native.rms_norm(
-        address(x, "x"),
-        0,
-        weight.data_ptr(),
-        0,
-        out.data_ptr(),
-        float_code(x, "x"),
-        float_code(weight, "weight"),
-        x.numel() // width,
-        width,
-        eps,
-        weight_offset,
-    )
-    return out
+    return _rms_norm(x, None, weight, eps, weight_offset)[0]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`: one pass over the rows."""
-    width = _norm_width(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"add_rms_norm: x is {x.dtype} {list(x.shape)}, residual {residual.dtype} "
             f"{list(residual.shape)}"
         )
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    return _rms_norm(x, residual, weight, eps, weight_offset)
+
+
+def _rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + residual, and that sum; without a residual the norm of x, and x."""
+    width = _norm_width(x, weight)
+    out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    first = 0 if residual is None else address(residual, "residual")
+    second = 0 if residual is None else total.data_ptr()
+    codes = float_code(x, "x"), float_code(weight, "weight")
     _native.rms_norm(
-        address(x, "x"),
-        address(residual, "residual"),
-        weight.data_ptr(),
-        total.data_ptr(),
-        out.data_ptr(),
-        float_code(x, "x"),
-        float_code(weight, "weight"),
-        x.numel() // width,
-        width,
-        eps,
-        weight_offset,
-    )
+        address(x, "x"), first, weight.data_ptr(), second, out.data_ptr(), *codes,
+        x.numel() // width, width, eps, weight_offset,
+    )  # fmt: skip
     return out, total
 
 

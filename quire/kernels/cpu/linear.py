@@ -17,7 +17,6 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import (
-    activation_code,
     address,
     float_code,
     indices_address,
@@ -27,7 +26,7 @@ from quire.kernels.cpu.checks import (
 from quire.kernels.host_memory import empty_bytes
 from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.kernels.sampling import Draws
-from quire.program.operations import Activation
+from quire.program.operations import Activation, activation_code
 
 LAYOUT_VERSION: str = _native.WEIGHT_LAYOUT
 """Bytes packed under another version cannot be read."""

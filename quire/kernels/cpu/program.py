@@ -17,7 +17,6 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.attention import MAX_HEAD_SIZE, check_batch, native_cache
 from quire.kernels.cpu.checks import (
     FLOAT_CODES,
-    activation_code,
     address,
     float_code,
     indices_address,
@@ -31,7 +30,7 @@ from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.interpreter import rounded
 from quire.program import operations as ops
 from quire.program.arena import place_values
-from quire.program.operations import Program
+from quire.program.operations import Program, activation_code
 from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 KINDS: dict[type[ops.Operation], int] = {

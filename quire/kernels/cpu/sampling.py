@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.cpu import IMPORT_ERROR
 from quire.kernels.cpu.checks import address, indices_address, int32_address, vector_address
-from quire.kernels.sampling import Filters, FilterThresholds, Keys, Penalties, ScaledRows, Scores
+from quire.kernels.sampling import Filters, Keys, Penalties, ScaledRows, Scores, Thresholds
 
 if IMPORT_ERROR is None:
     from quire.kernels.cpu import _native
@@ -45,9 +45,9 @@ class NativeSampling:
             vector_address(penalties.presence, "presence", torch.float32, count),
         )
 
-    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Thresholds:
         count = rows.row.numel()
-        thresholds = FilterThresholds(
+        thresholds = Thresholds(
             torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int64)
         )
         _native.sampling_thresholds(
@@ -61,7 +61,7 @@ class NativeSampling:
         return thresholds
 
     def draw(
-        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+        self, logits: Tensor, rows: ScaledRows, thresholds: Thresholds | None, keys: Keys
     ) -> Tensor:
         count = rows.row.numel()
         token_ids = torch.empty(count, dtype=torch.int64)
@@ -78,7 +78,7 @@ class NativeSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        thresholds: FilterThresholds | None,
+        thresholds: Thresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,
@@ -125,7 +125,7 @@ def _rows_arguments(logits: Tensor, rows: ScaledRows) -> tuple[int, ...]:
     )
 
 
-def _threshold_arguments(thresholds: FilterThresholds | None, count: int) -> tuple[int, int]:
+def _threshold_arguments(thresholds: Thresholds | None, count: int) -> tuple[int, int]:
     if thresholds is None:
         return 0, 0
     return (

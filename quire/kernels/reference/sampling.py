@@ -17,11 +17,11 @@ from quire.kernels.sampling import (
     TOKEN_STREAM,
     WEIGHT_ONE,
     Filters,
-    FilterThresholds,
     Keys,
     Penalties,
     ScaledRows,
     Scores,
+    Thresholds,
 )
 
 _MASK32 = 0xFFFFFFFF
@@ -173,12 +173,12 @@ class ReferenceSampling:
             values = logits[row, ids] - penalties.frequency[i] * counts.to(torch.float32)
             logits[row, ids] = values - penalties.presence[i]
 
-    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Thresholds:
         found = [
             self._threshold(logits[int(rows.row[i])], rows, filters, i)
             for i in range(rows.row.numel())
         ]
-        return FilterThresholds(
+        return Thresholds(
             torch.tensor([value for value, _ in found], dtype=torch.float32, device=logits.device),
             torch.tensor(
                 [token_id for _, token_id in found], dtype=torch.int64, device=logits.device
@@ -214,7 +214,7 @@ class ReferenceSampling:
             count = min(limit, 8 * count)
 
     def draw(
-        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+        self, logits: Tensor, rows: ScaledRows, thresholds: Thresholds | None, keys: Keys
     ) -> Tensor:
         chunk_len = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         chunks = [
@@ -228,7 +228,7 @@ class ReferenceSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        thresholds: FilterThresholds | None,
+        thresholds: Thresholds | None,
         keys: Keys,
         chunk: slice,
     ) -> Tensor:
@@ -237,8 +237,7 @@ class ReferenceSampling:
         score = (chosen - rows.max_logit[chunk, None]) * rows.scale[chunk, None] + noise
         if thresholds is not None:
             is_kept = _is_kept(
-                chosen,
-                FilterThresholds(thresholds.value[chunk, None], thresholds.token_id[chunk, None]),
+                chosen, Thresholds(thresholds.value[chunk, None], thresholds.token_id[chunk, None])
             )
             score = score.masked_fill(~is_kept, -torch.inf)
         return score.argmax(dim=-1)
@@ -247,7 +246,7 @@ class ReferenceSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        thresholds: FilterThresholds | None,
+        thresholds: Thresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,
@@ -262,7 +261,7 @@ class ReferenceSampling:
                 row_weights.sum()
                 if thresholds is None
                 else row_weights[
-                    _is_kept(row, FilterThresholds(thresholds.value[i], thresholds.token_id[i]))
+                    _is_kept(row, Thresholds(thresholds.value[i], thresholds.token_id[i]))
                 ].sum()
             )
             rank[i] = (row > row[token_ids[i]]).sum() + 1
@@ -274,7 +273,7 @@ def _known_ids(token_ids: Tensor, vocab_size: int) -> Tensor:
     return token_ids[(token_ids >= 0) & (token_ids < vocab_size)].long()
 
 
-def _is_kept(logits: Tensor, thresholds: FilterThresholds) -> Tensor:
+def _is_kept(logits: Tensor, thresholds: Thresholds) -> Tensor:
     """Return which tokens of logits [..., V] are kept, with thresholds that broadcast against
     them."""
     ids = torch.arange(logits.shape[-1], device=logits.device)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NO_ACTIVATION = -1
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """`Kernels.activate` of float32 x; KIND is one of ACTIVATION_CODES."""
+    """`Kernels.activate` of float32 x; KIND is an `activation_code`."""
     if KIND == 0:
         result = tl.div_rn(x, 1.0 + tl.exp(-x))
     elif KIND == 1:
@@ -21,11 +20,3 @@ def activated(x, KIND: tl.constexpr):
         y = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         result = x - tl.div_rn(x, tl.exp(2.0 * y) + 1.0)
     return result
-
-
-def activation_code(activation: str) -> int:
-    """ValueError where there is no such activation."""
-    code = ACTIVATION_CODES.get(activation)
-    if code is None:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}")
-    return code

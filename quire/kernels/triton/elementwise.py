@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import activated, activation_code
+from quire.kernels.triton.activation import activated
 from quire.kernels.triton.checks import (
     check_floats,
     check_indices,
@@ -22,7 +22,7 @@ from quire.kernels.triton.checks import (
 )
 from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.unfinished import PartialSums, source_of
-from quire.program.operations import Activation
+from quire.program.operations import Activation, activation_code
 
 _BLOCK = 1024
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.experts import ExpertChoice, PackedExperts
 from quire.kernels.reference.experts import check_choice, check_experts
-from quire.kernels.triton.activation import NO_ACTIVATION, activation_code
+from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, require
 from quire.kernels.triton.expert_gemm import (
     choose_kernel,
@@ -21,7 +21,7 @@ from quire.kernels.triton.expert_gemm import (
     place_kernel,
 )
 from quire.kernels.triton.tuning import LinearTuning, Tuning
-from quire.program.operations import Activation
+from quire.program.operations import Activation, activation_code
 
 _SORT_BLOCK = 2048
 _COMBINE_BLOCK = 1024

@@ -16,13 +16,13 @@ import triton
 from torch import Tensor
 
 from quire.kernels.interface import PackedLinear
-from quire.kernels.triton.activation import NO_ACTIVATION, activation_code
+from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, require
 from quire.kernels.triton.gemm import finish_kernel, linear_kernel, tile_argmax_kernel
 from quire.kernels.triton.row_argmax import argmax_of_rows
 from quire.kernels.triton.tuning import LinearTuning, Tuning
 from quire.kernels.triton.unfinished import PartialSums, source_of
-from quire.program.operations import Activation
+from quire.program.operations import Activation, activation_code
 
 _MIN_SPLIT_BLOCKS = 4
 """A chunk of a sum has at least so many steps of block_k,

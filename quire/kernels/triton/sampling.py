@@ -20,11 +20,11 @@ from torch import Tensor
 from quire.kernels.sampling import (
     TOKEN_STREAM,
     Filters,
-    FilterThresholds,
     Keys,
     Penalties,
     ScaledRows,
     Scores,
+    Thresholds,
 )
 from quire.kernels.triton.checks import launch_options
 from quire.kernels.triton.noise import gumbel, philox, weigh
@@ -226,11 +226,11 @@ class TritonSampling:
                 penalties.presence[rows], size, BLOCK=_BLOCK, **_options(),
             )  # fmt: skip
 
-    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Thresholds:
         return find_thresholds(_checked(logits), rows, filters)
 
     def draw(
-        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+        self, logits: Tensor, rows: ScaledRows, thresholds: Thresholds | None, keys: Keys
     ) -> Tensor:
         if not rows.row.numel():
             return torch.empty_like(rows.row)
@@ -250,7 +250,7 @@ class TritonSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        thresholds: FilterThresholds | None,
+        thresholds: Thresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,
@@ -319,9 +319,7 @@ def _only_top_k(rows: ScaledRows, count: int) -> Filters:
     )
 
 
-def _threshold_tensors(
-    thresholds: FilterThresholds | None, rows: ScaledRows
-) -> tuple[Tensor, Tensor]:
+def _threshold_tensors(thresholds: Thresholds | None, rows: ScaledRows) -> tuple[Tensor, Tensor]:
     """Always tensors; a kernel without thresholds does not read them."""
     return (
         (rows.max_logit, rows.row)

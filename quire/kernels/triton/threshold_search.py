@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.sampling import Filters, FilterThresholds, ScaledRows
+from quire.kernels.sampling import Filters, ScaledRows, Thresholds
 from quire.kernels.triton.checks import launch_options
 from quire.kernels.triton.noise import weigh
 
@@ -94,12 +94,12 @@ def append(places, is_in, there, counter, capacity):
 
 
 @triton.jit
-def tokens_of(line, first, size, max_logit, scale, floor, BLOCK: tl.constexpr):
+def tokens_of(line, first, size, top, scale, floor, BLOCK: tl.constexpr):
     """Ids, keys and scaled distances of a block of a row,
     and which of its tokens are numbers and reach the floor."""
     ids = first + tl.arange(0, BLOCK)
     x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
-    distance = (x - max_logit) * scale
+    distance = (x - top) * scale
     return ids, key_of(x), distance, (x > float("-inf")) & (distance >= floor)
 
 
@@ -123,14 +123,14 @@ def goal_of(state, wanted, share, size):
 
 
 @triton.jit
-def pivot_of(part, low, high, max_logit, ROUND: tl.constexpr):
+def pivot_of(part, low, high, top, ROUND: tl.constexpr):
     """Keys from `low` on and below `high`. Results do not depend on them,
     only how few tokens a round leaves does."""
     # two to an octave of the distance from the best, from 64 to 1/2: where the tail is, nobody
     # knows yet
     if ROUND == 0:
         distance = ((267 - part) << 22).to(tl.float32, bitcast=True)
-        key = tl.where(part == 0, low, key_of(max_logit - distance))
+        key = tl.where(part == 0, low, key_of(top - distance))
     else:
         share = part.to(tl.float32) * (1.0 / _WAYS)
         key = key_of(value_of(low) * (1.0 - share) + value_of(high - 1) * share)
@@ -138,14 +138,14 @@ def pivot_of(part, low, high, max_logit, ROUND: tl.constexpr):
 
 
 @triton.jit
-def bracket_of(state, max_logit, goal, ROUNDS: tl.constexpr):
+def bracket_of(state, top, goal, ROUNDS: tl.constexpr):
     """After some rounds: the last token's key is `low` or above and below `high`; those from `high`
     on sum up to `above`, and those from `low` on to `held`.
     """
-    low, high = tl.full([], _LEAST_KEY, tl.int32), key_of(max_logit) + 1
+    low, high = tl.full([], _LEAST_KEY, tl.int32), key_of(top) + 1
     above, held = tl.zeros([], tl.int64), tl.full([], NO_PLACE, tl.int64)
     for i in tl.static_range(ROUNDS):
-        pivots = pivot_of(tl.arange(0, _WAYS), low, high, max_logit, i)
+        pivots = pivot_of(tl.arange(0, _WAYS), low, high, top, i)
         sums = tl.load(state + i * _WAYS + tl.arange(0, _WAYS)) + above
         is_enough = sums >= goal
         # the row has been left out of this round
@@ -160,12 +160,12 @@ def bracket_of(state, max_logit, goal, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def add_sums(sums, keys, best_key, amounts, low, high, max_logit, ROUND: tl.constexpr):
+def add_sums(sums, keys, best_key, amounts, low, high, top, ROUND: tl.constexpr):
     """Adds what the tokens at each threshold or above sum up to;
     all pivots at once would take too many registers."""
     for first in range(0, _WAYS, 4):
         part = first + tl.arange(0, 4)
-        pivots = pivot_of(part, low, high, max_logit, ROUND)
+        pivots = pivot_of(part, low, high, top, ROUND)
         if tl.min(pivots, axis=0) <= best_key:
             reaches = keys[:, None] >= pivots[None, :]
             held = tl.sum(tl.where(reaches, amounts[:, None], 0), axis=0)
@@ -181,7 +181,7 @@ def tally_kernel(
     the first round finds the worst place, too."""
     query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + query) * size
-    max_logit, scale, floor = (
+    top, scale, floor = (
         tl.load(max_logits + query),
         tl.load(scales + query),
         tl.load(floors + query),
@@ -191,14 +191,12 @@ def tally_kernel(
     goal, is_open = tl.zeros([], tl.int64), (wanted < size) | (share < 1.0)
     if ROUND > 0:
         goal, is_open = goal_of(state, wanted, share, size)
-    low, high, _above, held = bracket_of(state, max_logit, goal, ROUND)
+    low, high, _above, held = bracket_of(state, top, goal, ROUND)
     is_open = is_open & ((wanted >= size) | (held > CAPACITY))
     worst = tl.zeros([], tl.int64)
     if is_open | (ROUND == 0):
         for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, size), BLOCK):
-            ids, keys, distance, is_in = tokens_of(
-                line, first, size, max_logit, scale, floor, BLOCK
-            )
+            ids, keys, distance, is_in = tokens_of(line, first, size, top, scale, floor, BLOCK)
             if ROUND == 0:
                 worst_key = tl.min(tl.where(is_in, keys, _MAX_KEY), axis=0)
                 worst_id = tl.max(tl.where(is_in & (keys == worst_key), ids, 0), axis=0)
@@ -208,7 +206,7 @@ def tally_kernel(
             if is_open & (best_key >= low):
                 sums = state + ROUND * _WAYS
                 if wanted < size:
-                    add_sums(sums, keys, best_key, is_in.to(tl.int32), low, high, max_logit, ROUND)
+                    add_sums(sums, keys, best_key, is_in.to(tl.int32), low, high, top, ROUND)
                 else:
                     add_sums(
                         sums,
@@ -217,7 +215,7 @@ def tally_kernel(
                         tl.where(is_in, weigh(distance), 0),
                         low,
                         high,
-                        max_logit,
+                        top,
                         ROUND,
                     )
     if ROUND == 0:
@@ -236,7 +234,7 @@ def gather_kernel(
     """
     query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + query) * size
-    max_logit, scale, floor = (
+    top, scale, floor = (
         tl.load(max_logits + query),
         tl.load(scales + query),
         tl.load(floors + query),
@@ -245,13 +243,11 @@ def gather_kernel(
     state = states + query * _STATE_LEN
     goal, is_open = goal_of(state, wanted, share, size)
     if is_open:
-        low, high, _above, _held = bracket_of(state, max_logit, goal, _ROUNDS)
+        low, high, _above, _held = bracket_of(state, top, goal, _ROUNDS)
         high = tl.where((wanted < size) & (share < 1.0), _MAX_KEY, high)
         there = gathered + query.to(tl.int64) * CAPACITY
         for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, size), BLOCK):
-            ids, keys, _distance, is_in = tokens_of(
-                line, first, size, max_logit, scale, floor, BLOCK
-            )
+            ids, keys, _distance, is_in = tokens_of(line, first, size, top, scale, floor, BLOCK)
             is_in = is_in & (keys >= low) & (keys < high)
             append(place_of(keys, ids), is_in, there, state + _NUM_GATHERED, CAPACITY)
 
@@ -271,15 +267,7 @@ def nearest(places, amounts, best, worst, goal):
 
 @triton.jit
 def last_gathered(
-    gathered,
-    num_gathered,
-    above,
-    goal,
-    share,
-    max_logit,
-    scale,
-    is_by_count,
-    CAPACITY: tl.constexpr,
+    gathered, num_gathered, above, goal, share, top, scale, is_by_count, CAPACITY: tl.constexpr
 ):
     """The place of the last token, if it is among those gathered."""
     number = tl.arange(0, CAPACITY)
@@ -289,7 +277,7 @@ def last_gathered(
         above = tl.where(share < 1.0, 0, above)  # as they all have been gathered
         last = nearest(places, (number < num_gathered).to(tl.int32), best, last, goal - above)
     if share < 1.0:
-        weights = tl.where(places <= last, weigh((value_of(key_at(places)) - max_logit) * scale), 0)
+        weights = tl.where(places <= last, weigh((value_of(key_at(places)) - top) * scale), 0)
         total = tl.sum(weights, axis=0)
         if is_by_count:
             goal = share_of(share, total)
@@ -299,13 +287,13 @@ def last_gathered(
 
 
 @triton.jit
-def parted(line, size, max_logit, scale, floor, place, is_by_count, BLOCK: tl.constexpr):
+def parted(line, size, top, scale, floor, place, is_by_count, BLOCK: tl.constexpr):
     """Number, or weight, of a row's tokens up to a place, the last place among these,
     and the first one beyond."""
     sums = tl.zeros([BLOCK], tl.int64)
     before, beyond = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_PLACE, tl.int64)
     for first in range(0, size, BLOCK):
-        ids, keys, distance, is_in = tokens_of(line, first, size, max_logit, scale, floor, BLOCK)
+        ids, keys, distance, is_in = tokens_of(line, first, size, top, scale, floor, BLOCK)
         places = tl.where(is_in, place_of(keys, ids), NO_PLACE)
         is_before = places <= place
         sums += tl.where(is_before, tl.where(is_by_count, 1, weigh(distance)), 0)
@@ -316,14 +304,12 @@ def parted(line, size, max_logit, scale, floor, place, is_by_count, BLOCK: tl.co
 
 @triton.jit
 def nearest_in_row(
-    line, size, max_logit, scale, floor, best, worst, goal, is_by_count, BLOCK: tl.constexpr
+    line, size, top, scale, floor, best, worst, goal, is_by_count, BLOCK: tl.constexpr
 ):
     """As `nearest`, of all tokens of a row."""
     while best < worst:
         middle = best + ((worst - best) >> 1)
-        held, before, beyond = parted(
-            line, size, max_logit, scale, floor, middle, is_by_count, BLOCK
-        )
+        held, before, beyond = parted(line, size, top, scale, floor, middle, is_by_count, BLOCK)
         worst = tl.where(held >= goal, before, worst)
         best = tl.where(held >= goal, best, beyond)
     return best
@@ -331,40 +317,20 @@ def nearest_in_row(
 
 @triton.jit
 def last_in_row(
-    line,
-    size,
-    max_logit,
-    scale,
-    floor,
-    low,
-    high,
-    worst,
-    goal,
-    share,
-    is_by_count,
-    BLOCK: tl.constexpr,
+    line, size, top, scale, floor, low, high, worst, goal, share, is_by_count, BLOCK: tl.constexpr
 ):
     """As `last_gathered`, by passes over the whole row:
     for rows of which too many tokens may be the last."""
     lowest = tl.minimum(worst, place_of(low, ID_BITS))
     last = nearest_in_row(
-        line, size, max_logit, scale, floor, place_of(high - 1, 0), lowest, goal, is_by_count, BLOCK
+        line, size, top, scale, floor, place_of(high - 1, 0), lowest, goal, is_by_count, BLOCK
     )
     if is_by_count & (share < 1.0):
-        total, _before, _beyond = parted(line, size, max_logit, scale, floor, last, False, BLOCK)
+        total, _before, _beyond = parted(line, size, top, scale, floor, last, False, BLOCK)
         goal = share_of(share, total)
         if goal <= total:
             last = nearest_in_row(
-                line,
-                size,
-                max_logit,
-                scale,
-                floor,
-                place_of(key_of(max_logit), 0),
-                last,
-                goal,
-                False,
-                BLOCK,
+                line, size, top, scale, floor, place_of(key_of(top), 0), last, goal, False, BLOCK
             )
     return last
 
@@ -378,7 +344,7 @@ def settle_kernel(
     gathered."""
     query = tl.program_id(0)
     line = logits + tl.load(row + query) * size
-    max_logit, scale, floor = (
+    top, scale, floor = (
         tl.load(max_logits + query),
         tl.load(scales + query),
         tl.load(floors + query),
@@ -389,26 +355,15 @@ def settle_kernel(
     last = worst
     goal, is_open = goal_of(state, wanted, share, size)
     if is_open:
-        low, high, above, _held = bracket_of(state, max_logit, goal, _ROUNDS)
+        low, high, above, _held = bracket_of(state, top, goal, _ROUNDS)
         if num_gathered <= CAPACITY:
             there = gathered + query.to(tl.int64) * CAPACITY
             last = last_gathered(
-                there, num_gathered, above, goal, share, max_logit, scale, wanted < size, CAPACITY
+                there, num_gathered, above, goal, share, top, scale, wanted < size, CAPACITY
             )
         else:
             last = last_in_row(
-                line,
-                size,
-                max_logit,
-                scale,
-                floor,
-                low,
-                high,
-                worst,
-                goal,
-                share,
-                wanted < size,
-                BLOCK,
+                line, size, top, scale, floor, low, high, worst, goal, share, wanted < size, BLOCK
             )
     tl.store(threshold_value + query, value_of(key_at(last)))
     tl.store(threshold_id + query, tl.where(last == worst, size - 1, id_at(last)))
@@ -420,9 +375,9 @@ def spread(num_rows: int, size: int, block: int) -> tuple[int, tuple[int, int]]:
     return num_blocks, (num_rows, triton.cdiv(size, num_blocks * block))
 
 
-def find_thresholds(logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+def find_thresholds(logits: Tensor, rows: ScaledRows, filters: Filters) -> Thresholds:
     """`SamplingKernels.thresholds` of float32 logits [R, V], contiguous."""
-    found = FilterThresholds(torch.empty_like(rows.max_logit), torch.empty_like(rows.row))
+    found = Thresholds(torch.empty_like(rows.max_logit), torch.empty_like(rows.row))
     num_rows, size = rows.row.numel(), logits.shape[1]
     if not num_rows:
         return found

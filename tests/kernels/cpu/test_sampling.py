@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.core.plan import RowSampling
 from quire.kernels import cpu
 from quire.kernels.reference.sampling import ReferenceSampling, gumbel, random_words
-from quire.kernels.sampling import Filters, FilterThresholds, Keys, ScaledRows, Scores
+from quire.kernels.sampling import Filters, Keys, ScaledRows, Scores, Thresholds
 from quire.sampling import SampledRow, Sampler
 
 if cpu.IMPORT_ERROR is not None:
@@ -70,7 +70,7 @@ class Case(NamedTuple):
     rows: ScaledRows
     filters: Filters
     keys: Keys
-    thresholds: FilterThresholds
+    thresholds: Thresholds
     drawn: Tensor
     freely_drawn: Tensor
 
@@ -199,7 +199,7 @@ def test_wrong_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="seed"):
         NATIVE.draw(logits, rows, None, Keys(keys.seed[:2], keys.position))
     with pytest.raises(TypeError, match="threshold value"):
-        NATIVE.draw(logits, rows, FilterThresholds(rows.max_logit.double(), keys.seed), keys)
+        NATIVE.draw(logits, rows, Thresholds(rows.max_logit.double(), keys.seed), keys)
     with pytest.raises(IndexError, match="token id 10"):
         NATIVE.score(logits, rows, None, torch.tensor([0, 10, 0]))
     with pytest.raises(ValueError, match="num_top"):

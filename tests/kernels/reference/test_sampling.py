@@ -19,7 +19,7 @@ from quire.kernels.reference.sampling import (
     random_words,
     weights,
 )
-from quire.kernels.sampling import WEIGHT_ONE, Filters, FilterThresholds, Keys, ScaledRows
+from quire.kernels.sampling import WEIGHT_ONE, Filters, Keys, ScaledRows, Thresholds
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, result.
 KNOWN_ANSWERS = [
@@ -154,6 +154,6 @@ def test_scores() -> None:
     assert int(scores.total) / WEIGHT_ONE == pytest.approx(exact, rel=1e-7)
     assert (int(scores.rank), scores.top_ids.tolist()) == (2, [[1, 0, 2, 4]])
     # keeps ids 1 and 0; id 2 comes after the last one kept
-    threshold = FilterThresholds(torch.tensor([1.0]), torch.tensor([1]))
+    threshold = Thresholds(torch.tensor([1.0]), torch.tensor([1]))
     kept = ReferenceSampling().score(logits, rows, threshold, torch.tensor([0]))
     assert int(kept.total) / WEIGHT_ONE == pytest.approx(1 + math.exp(-1.0), rel=1e-7)

@@ -123,7 +123,7 @@ def check_thresholds(
     rows: ScaledRows,
     filters: Filters,
 ) -> None:
-    """FilterThresholds have the reference's bits; what is not a number is never kept."""
+    """Thresholds have the reference's bits; what is not a number is never kept."""
     thresholds = sampling.thresholds(
         there(logits, device), there(rows, device), there(filters, device)
     )
