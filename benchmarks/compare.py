@@ -234,7 +234,7 @@ class Comparison:
 
     def pending(self) -> Iterator[Cell]:
         """Yield what is not measured yet: round by round; another variant begins each time,
-        so that nobody always does."""
+        so that no variant always does."""
         done = self.journal.done()
         for number in range(self._args.rounds):
             turn = number % len(self._variants)
@@ -303,7 +303,7 @@ class Comparison:
         )
 
     def _open(self, variant: str, hold: _Hold) -> PeerProcess:
-        hold.release()  # loading is not timed: whoever else wants the machine may have it
+        hold.release()  # loading is not timed: other users of the machine may have it
         started = time.monotonic()
         process = self._engines.open(variant)
         self.journal.add(
@@ -360,7 +360,7 @@ class _Hold:
             answer = process.stdout.readline()
         except (
             BaseException
-        ):  # told to end while it waits for the lock: nobody else would end the command
+        ):  # told to end while it waits for the lock: nothing else would end the command
             process.terminate()
             raise
         if answer != "held\n":

@@ -32,7 +32,7 @@ _FAILED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the parts that were asked for."""
+    """Measure the requested parts."""
     args = parse(argv)
     try:
         sheet = Sheet(args.json, args.device)

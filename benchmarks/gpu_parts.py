@@ -210,7 +210,7 @@ def limits_of(device: torch.device) -> GpuLimits:
 
 
 def open_engine(subject: Subject) -> Engine:
-    """With made-up weights."""
+    """Start with random weights."""
     from quire.config.engine import EngineConfig
     from quire.engine.assembly.builder import build_engine
 

@@ -1,7 +1,7 @@
 """Child processes of a comparison: the lines of JSON that they answer with, and their standing
 still for a moment.
 
-Owns the pipes, what a child says when it fails, and the promise that whoever is stopped goes on
+Owns the pipes, what a child says when it fails, and the promise that a stopped process goes on
 again, whatever happens here meanwhile. Knows nothing of engines.
 """
 
@@ -156,7 +156,7 @@ def let_go_on(pids: Sequence[int]) -> None:
 
 def _stop(root: int, pids: list[int]) -> None:
     """Stop all; again, until no process was started meanwhile.
-    `pids` has at any time whoever must be continued."""
+    `pids` always holds all processes that must be continued."""
     deadline = time.monotonic() + _STOP_S
     while new := [pid for pid in process_tree(root) if pid not in pids]:
         pids += new

@@ -8,7 +8,7 @@ each token, is not interrupted; it has several samples on either side instead. W
 
 `python -m benchmarks.referee THREADS` is the process. Each line that it reads lists the processes
 that stand still for the sample which it answers with. When its input ends, it lets those go on: a
-comparison that was killed leaves nobody stopped.
+comparison that was killed leaves no process stopped.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def overlap_s(pauses: Sequence[Interval], run: Interval) -> float:
 
 def stolen_s() -> float:
     """Return processor time that the host of this virtual machine has taken away since its start,
-    while somebody here wanted it."""
+    while a process here wanted it."""
     _, *fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     return int(fields[7]) / os.sysconf("SC_CLK_TCK")
 
@@ -123,7 +123,7 @@ def main() -> None:
 
     from quire.kernels import cpu
 
-    # a terminal sends it to everybody; the comparison decides
+    # a terminal sends it to all processes; the comparison decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_threads = int(sys.argv[1])
     torch.set_num_threads(num_threads)

@@ -151,7 +151,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses now."""
+    """Return a free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -259,7 +259,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_of(args: argparse.Namespace, *options: str) -> Launch:
-    """Return what the options ask for; `options` come first."""
+    """Return the launch that the options describe; `options` come first."""
     return Launch(
         args.engine, args.model, (*options, *args.option), args.program, args.preload, args.threads
     )

@@ -129,7 +129,7 @@ def _is_there(engine: str, programs: Mapping[str, str]) -> bool:
 
 
 class Engines:
-    """The engines that are open: one at a time, or all that were asked for so far."""
+    """The engines that are open: one at a time, or all that were requested so far."""
 
     def __init__(self, seat: Seat, *, is_resident: bool) -> None:
         self._seat = seat

@@ -45,7 +45,7 @@ class PeerEngine(Protocol):
 
     version: str
     settings: dict[str, Any]
-    """What somebody needs to know to set it up alike."""
+    """What is needed to set it up alike."""
 
     def run(self, requests: Sequence[BenchRequest]) -> list[int]:
         """Run all requests to their full lengths; the number of tokens of every sequence."""

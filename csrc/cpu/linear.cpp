@@ -19,7 +19,7 @@ constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so t
 constexpr int64_t PASS_BYTES = 1 << 20;
 // Panels of a block of several tiles: as wide as the widest tile of many rows.
 constexpr int64_t TILE_PANELS = 2;
-// Outputs of that size are gone from the second-level caches before anybody reads them, and a store of theirs that first reads
+// Outputs of that size are gone from the second-level caches before they are read, and a store of theirs that first reads
 // its line would wait for the memory (docs/lab/kernels-cpu.md).
 constexpr int64_t STREAMED_BYTES = 4 << 20;
 constexpr int64_t FEW_ITEMS = 16;  // so few for a thread are made a multiple of the threads: one more would be noticed

@@ -15,7 +15,7 @@ struct SharedPrefix {
 };
 
 // Groups of up to `max_members` sequences, each in one of them at most: runs in the order of their tables, so divided that the
-// number of tiles that need not be read is as large as it can be. Nobody from whom a window hides keys.
+// number of tiles that need not be read is as large as it can be. No sequence from which a window hides keys.
 std::vector<SharedPrefix> find_shared_prefixes(const AttentionProblem &problem, const Sequences &sequences,
                                                int64_t max_members);
 

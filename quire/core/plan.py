@@ -249,7 +249,7 @@ class TokenLogprobs(NamedTuple):
     """A token's log-probability (natural logarithm) and its best alternatives.
 
     `rank` is 1 for the most likely token. `top_ids` and `top_logprobs` are sorted from the most
-    likely down and hold the alternatives asked for; the token itself need not be among them.
+    likely down and hold the requested alternatives; the token itself need not be among them.
     """
 
     token_id: int

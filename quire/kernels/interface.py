@@ -166,7 +166,7 @@ class ForwardPass(Protocol):
         V of every token.
 
         `num_wanted`, int32 [S] on the host: of each sequence, how many of its last tokens' hidden
-        states are asked for; None:
+        states are wanted; None:
         all of them. Those of the others may be as an earlier layer left them: the last one need not
         compute them.
         """

@@ -34,7 +34,7 @@ _PARTS: Final = ("alpha", "omega")
 
 
 class TemplateNeeds:
-    """One template's needs. Each is looked into when a chat first has
+    """One template's needs. Each is determined when a chat first has
     something that could touch it."""
 
     def __init__(self, render: Render) -> None:

@@ -105,7 +105,7 @@ class KVCacheManager:
         return PrefixMatch(tuple(nodes), partial, start + length)
 
     def num_free_in(self, match: PrefixMatch) -> int:
-        """Return blocks of a match that nobody references:
+        """Return blocks of a match that no table references:
         taking them up uses free blocks without allocating."""
         counts = self.pool.ref_counts
         return sum(counts[node.block] == 0 for node in match.nodes)
@@ -145,7 +145,7 @@ class KVCacheManager:
         return BlockCopy(source, destination)
 
     def is_own(self, table: BlockTable, position: int) -> bool:
-        """Return whether nobody else names the block of a position, so that its slots may be
+        """Return whether no other table names the block of a position, so that its slots may be
         written."""
         return self.pool.ref_counts[table.blocks[position // self.block_size]] == 1
 
@@ -233,7 +233,7 @@ class KVCacheManager:
 
         With `keep` an unfinished last block is published too, for others to copy from. Without it
         the content is in doubt:
-        nothing new is published, and what nobody else references is forgotten.
+        nothing new is published, and what no other table references is forgotten.
         """
         self.num_unused_slots -= len(table.blocks) * self.block_size - table.num_filled
         if keep and table.chain is not None:
@@ -246,7 +246,7 @@ class KVCacheManager:
         table.num_filled = 0
 
     def forget_free(self) -> int:
-        """Unpublish every cached block that nobody references; returns how many there were."""
+        """Unpublish every cached block that no table references; returns how many there were."""
         forgotten = [block for block in self.pool.free_blocks() if block in self.index]
         for block in forgotten:
             self.index.remove(block)

@@ -30,7 +30,7 @@ ScoringKey = tuple[object, ...]
 
 
 def keyed_digest(key: bytes) -> Digest:
-    """BLAKE2b with a 128-bit output, keyed so that nobody outside the process can search
+    """BLAKE2b with a 128-bit output, keyed so that no one outside the process can search
     for collisions (RFC 7693)."""
 
     keyed = hashlib.blake2b(digest_size=16, key=key)
@@ -128,8 +128,9 @@ class PrefixIndex:
         self._by_digest: dict[bytes, PrefixNode] = {}
         self._by_block: dict[int, PrefixNode] = {}
         self.changes: list[tuple[int, tuple[int, ...]]] | None = None
-        """For whoever wants to follow the index and empties this: (block, its tokens) of each block
-        that is published, and (~block, its tokens) of each that is forgotten. None: nobody does.
+        """For a reader that follows the index and empties this: (block, its tokens) of each block
+        that is published, and (~block, its tokens) of each that is forgotten. None: there is no
+        reader.
         """
 
     def __len__(self) -> int:

@@ -516,8 +516,8 @@ class Scheduler:
         """Admit waiting sequences that can run; only those that precede an admitted sequence,
         if one is given."""
         if self._builder.num_preempted:
-            # memory is short: whoever was preempted in this step would only be let in at somebody
-            # else's cost
+            # memory is short: a sequence preempted in this step would only be let in at the cost
+            # of another one
             return
         while self._prompts.has_room:
             sequence = self.admission.admit_next(self._builder.num_tokens_left, before)

@@ -126,8 +126,8 @@ def goal_of(state, wanted, share, size):
 def pivot_of(part, low, high, top, ROUND: tl.constexpr):
     """Keys from `low` on and below `high`. Results do not depend on them,
     only how few tokens a round leaves does."""
-    # two to an octave of the distance from the best, from 64 to 1/2: where the tail is, nobody
-    # knows yet
+    # two to an octave of the distance from the best, from 64 to 1/2: where the tail is, is
+    # not known yet
     if ROUND == 0:
         distance = ((267 - part) << 22).to(tl.float32, bitcast=True)
         key = tl.where(part == 0, low, key_of(top - distance))

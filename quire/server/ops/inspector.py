@@ -2,7 +2,7 @@
 them.
 
 Numbers are for every key. Names of requests and tenants, and texts, are for admin keys, and for
-everybody where the server has no keys; others see pseudonyms that are stable while the server
+all clients where the server has no keys; others see pseudonyms that are stable while the server
 runs. A question costs the engine a moment between two steps, so only so many are put at once.
 """
 

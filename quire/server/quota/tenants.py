@@ -100,7 +100,7 @@ class Tenant:
 EVERYBODY = Tenant("default", is_isolated=False, is_admin=True)
 """The one tenant of a server without keys."""
 NOBODY = Tenant("public")
-"""Who asks for a public path."""
+"""The tenant of requests for a public path."""
 
 
 class KeyRing:
