@@ -133,7 +133,7 @@ static void linear_argmax(const LinearWeight &weight, uintptr_t x, int x_dtype, 
 }
 
 static void bind_head(nb::module_ &m) {
-    m.def("linear_argmax", &linear_argmax, nb::call_guard<nb::gil_scoped_release>());
+    m.def("linear_peaks", &linear_argmax, nb::call_guard<nb::gil_scoped_release>());
     m.def("linear_draws", &linear_draws, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_head);

@@ -86,7 +86,7 @@ MaxLogit updated(const SamplingTable &table, MaxLogit max_logit, const float *lo
 }
 
 static void argmax(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t ids, uintptr_t values) {
-    const Arguments args("sampling_argmax");
+    const Arguments args("sampling_peaks");
     checked_width(args, num_tokens);
     const float *from = args.array<const float>("logits", logits, {num_rows, num_tokens});
     int64_t *const best = args.array<int64_t>("ids", ids, {num_rows});
@@ -279,7 +279,7 @@ private:
 static void thresholds(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t max_logit, uintptr_t scale,
                  int64_t count, uintptr_t top_k, uintptr_t top_p, uintptr_t floor, uintptr_t values, uintptr_t ids) {
     const Stopwatch stopwatch(KernelClass::sampling);
-    const Arguments args("sampling_thresholds");
+    const Arguments args("sampling_cuts");
     const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, max_logit, scale, count);
     const SamplingTable &table = sampling_kernels();
     const int64_t *const most = args.array<const int64_t>("top_k", top_k, {count});
@@ -390,9 +390,9 @@ static void noise(uint64_t seed, uint64_t position, int64_t num_tokens, uintptr_
 
 static void bind_sampling(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
-    m.def("sampling_argmax", &argmax, release());
+    m.def("sampling_peaks", &argmax, release());
     m.def("sampling_penalise", &penalise, release());
-    m.def("sampling_thresholds", &thresholds, release());
+    m.def("sampling_cuts", &thresholds, release());
     m.def("sampling_draw", &draw, release());
     m.def("sampling_score", &score, release());
     m.def("sampling_noise", &noise, release());

@@ -57,7 +57,7 @@ def linear_gated(
     out_dtype: int,
     /,
 ) -> None: ...
-def linear_argmax(
+def linear_peaks(
     weight: LinearWeight, x: int, x_dtype: int, num_rows: int, ids: int, values: int, /
 ) -> None: ...
 def linear_draws(
@@ -211,7 +211,7 @@ def shared_prefixes(
     max_members: int,
     /,
 ) -> list[tuple[int, list[int]]]: ...
-def sampling_argmax(
+def sampling_peaks(
     logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /
 ) -> None: ...
 def sampling_penalise(
@@ -232,7 +232,7 @@ def sampling_penalise(
 
 # The arguments that the next three begin with: logits, num_rows, num_tokens, row, max_logit, scale,
 # count.
-def sampling_thresholds(*arguments: int) -> None:
+def sampling_cuts(*arguments: int) -> None:
     """... top_k, top_p, floor, values, ids"""
 
 def sampling_draw(*arguments: int) -> None:

@@ -266,7 +266,7 @@ def linear_argmax(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
         torch.empty(num_rows, dtype=torch.int64),
         torch.empty(num_rows, dtype=torch.float32),
     )
-    _native.linear_argmax(
+    _native.linear_peaks(
         packed.native,
         address(x, "x"),
         float_code(x, "x"),

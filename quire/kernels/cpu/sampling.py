@@ -27,7 +27,7 @@ class NativeSampling:
         num_rows = logits.shape[0]
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         values = torch.empty(num_rows, dtype=torch.float32)
-        _native.sampling_argmax(*_logits_arguments(logits), token_ids.data_ptr(), values.data_ptr())
+        _native.sampling_peaks(*_logits_arguments(logits), token_ids.data_ptr(), values.data_ptr())
         return token_ids, values
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
@@ -50,7 +50,7 @@ class NativeSampling:
         thresholds = Thresholds(
             torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int64)
         )
-        _native.sampling_thresholds(
+        _native.sampling_cuts(
             *_rows_arguments(logits, rows),
             indices_address(filters.top_k, "top_k", count),
             vector_address(filters.top_p, "top_p", torch.float64, count),

@@ -83,8 +83,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     ),
     "linear": (PACKED.native, X, 0, 4, SUMS, 0),
     "linear_gated": (PACKED.native, 0, X, 0, 4, torch.zeros(4, 24), 0),
-    "linear_argmax": (PACKED.native, X, 0, 4, torch.zeros(4, dtype=torch.int64), VALUES),
-    "sampling_argmax": (LOGITS, 4, 50, torch.zeros(4, dtype=torch.int64), VALUES),
+    "linear_peaks": (PACKED.native, X, 0, 4, torch.zeros(4, dtype=torch.int64), VALUES),
+    "sampling_peaks": (LOGITS, 4, 50, torch.zeros(4, dtype=torch.int64), VALUES),
     "sampling_penalise": (
         LOGITS.clone(),
         4,
@@ -99,7 +99,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         VALUES,
         VALUES,
     ),
-    "sampling_thresholds": (
+    "sampling_cuts": (
         *ROWS,
         TOP,
         SHARES,
@@ -160,7 +160,7 @@ def test_numbers_that_must_be_finite_and_positive(bad: float) -> None:
             _call(name, [*CALLS[name][:at], bad, *CALLS[name][at + 1 :]])
     scales = SCALES.clone()
     scales[2] = bad
-    for name in ("sampling_thresholds", "sampling_draw", "sampling_score"):
+    for name in ("sampling_cuts", "sampling_draw", "sampling_score"):
         with pytest.raises(ValueError, match="scale is"):
             _call(name, [*CALLS[name][:5], scales, *CALLS[name][6:]])
 
@@ -174,9 +174,9 @@ def test_a_max_logit_below_its_row_s_largest_logit_is_refused() -> None:
         rows = make_rows(logits)
         low = ScaledRows(rows.row, rows.max_logit - 40.0, rows.scale.clamp(min=0.5))
         count = rows.row.numel()
-        with pytest.raises(ValueError, match="max_logit is below"):
+        with pytest.raises(ValueError, match="is below"):
             native.thresholds(logits, low, make_filters(count, vocab_size, 1))
-        with pytest.raises(ValueError, match="max_logit is below"):
+        with pytest.raises(ValueError, match="is below"):
             native.score(logits, low, None, torch.zeros(count, dtype=torch.int64))
         # the best by distance and noise is the same from any max_logit
         native.draw(logits, low, None, make_keys(count))
