@@ -3,7 +3,11 @@ a list of words that this project once used instead, and what to write."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,12 @@ TERMS = {
     r"is told (of|apart)": "is separated, is reported",
     r"since then|likewise|besides,": "nothing: say the present state",
 }
+CODE_TERMS = re.compile(
+    r"\b(stretch(es)?|reckon(s|ed|ing)?|acted out|goes? past the caches|made-up|company|crowds?"
+    r"|whoever|somebody|look(s|ed)? into|unasked|asked for|thoughts)\b",
+    re.IGNORECASE,
+)
+"""What docstrings and comments do without; the other terms are right somewhere in the code."""
 MAX_WORDS_A_SENTENCE = 60
 
 
@@ -105,3 +115,29 @@ def test_the_readme_stays_short() -> None:
 
 def test_pages_exist() -> None:
     assert [page for page in PAGES if not Path(ROOT / page).is_file()] == []
+
+
+def _prose(path: Path) -> Iterator[str]:
+    """Yield the docstrings and comments of a file of Python or C++."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from re.findall(r"//(.*)", text)
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+@pytest.mark.parametrize("folder", ["quire", "csrc", "benchmarks"])
+def test_docstrings_and_comments_use_the_terms_of_the_field(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in sorted((ROOT / folder).rglob("*.*"))
+        if path.suffix in (".py", ".cpp", ".hpp")
+        for text in _prose(path)
+        for match in CODE_TERMS.finditer(text)
+    ]
+    assert found == [], "TERMS says what to write instead"
