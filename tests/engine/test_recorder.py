@@ -66,7 +66,7 @@ class Engine:
         self.cached[plan.step_id] = {node.block for node in self.scheduler.manager.index.nodes()}
         return plan
 
-    def crowd(self, num_steps: int) -> None:
+    def burst(self, num_steps: int) -> None:
         """Random requests with common beginnings, some of several sequences,
         in too little memory."""
         for number in range(num_steps):
@@ -123,7 +123,7 @@ def test_every_step_can_be_made_again(monkeypatch: pytest.MonkeyPatch, max_steps
     copies and evictions."""
     monkeypatch.setattr(module, "MAX_STEPS", max_steps)
     engine = Engine()
-    engine.crowd(300)
+    engine.burst(300)
     inspection = engine.recorder.inspect("", -1, engine.now)
     states = _replay(inspection)
     assert len(states) == min(max_steps, 300)
@@ -163,9 +163,9 @@ def test_positions_follow_the_work() -> None:
 def test_an_asker_who_follows_is_told_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_STEPS", 8)
     engine = Engine()
-    engine.crowd(10)
+    engine.burst(10)
     first = engine.recorder.inspect("", -1, 0.0)
-    engine.crowd(3)
+    engine.burst(3)
     more = engine.recorder.inspect(first.engine, first.last_step, 0.0)
     assert more.base is None and [step.step for step in more.steps] == [11, 12, 13]
     assert engine.recorder.inspect(first.engine, more.last_step, 0.0).steps == ()
@@ -178,7 +178,7 @@ def test_an_asker_who_follows_is_told_only_what_is_new(monkeypatch: pytest.Monke
 
 def test_what_a_block_held_is_known_for_every_step_of_the_ring() -> None:
     engine = Engine(num_blocks=24)
-    engine.crowd(120)
+    engine.burst(120)
     for step, tables in engine.tables.items():
         for row, blocks in tables.items():
             block = blocks[0]
@@ -246,7 +246,7 @@ def test_the_ring_is_bounded_by_what_it_holds(
 ) -> None:
     monkeypatch.setattr(module, name, limit)
     engine = Engine()
-    engine.crowd(100)
+    engine.burst(100)
     inspection = engine.recorder.inspect("", -1, 0.0)
     held = {
         "MAX_WORK": sum(len(step.decoded) + len(step.chunks) for step in inspection.steps),
@@ -260,7 +260,7 @@ def test_the_ring_is_bounded_by_what_it_holds(
 
 def test_it_travels() -> None:
     engine = Engine()
-    engine.crowd(50)
+    engine.burst(50)
     inspection = engine.recorder.inspect("", -1, 0.0)
     for codec in (msgspec.json, msgspec.msgpack):
         assert codec.decode(codec.encode(inspection), type=Inspection) == inspection

@@ -19,7 +19,7 @@ def _variants(program: Program) -> list[Program]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_no_value_is_overwritten_while_it_is_read(name: str) -> None:
-    """Acted out: each column says which value was written there last."""
+    """Simulate: each column says which value was written there last."""
     for program in _variants(lower(SPECS[name])[0]):
         arena = place_values(program)
         owners = [-1] * arena.width

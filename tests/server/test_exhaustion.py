@@ -50,7 +50,7 @@ def test_without_a_file_to_spare_nothing_spins_and_what_is_open_is_served() -> N
         _ask(open_one)
         num_open = 1 + max(int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir())
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open, limits[1]))
-        crowd = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(50)]
+        burst = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(50)]
         until(lambda: any("no connection can be accepted now (EMFILE)" in line for line in log))
         before_s, began_s = cpu_s(pid), time.monotonic()
         while time.monotonic() - began_s < 2.5:  # in which asyncio tries thrice
@@ -62,10 +62,10 @@ def test_without_a_file_to_spare_nothing_spins_and_what_is_open_is_served() -> N
         assert sum("no connection can be accepted" in line for line in log) == 1
         assert not any("Traceback" in line for line in log)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-        for connection in crowd:
+        for connection in burst:
             connection.settimeout(60)
             _ask(connection)
-        for connection in (open_one, *crowd):
+        for connection in (open_one, *burst):
             connection.close()
 
 

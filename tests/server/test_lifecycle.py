@@ -200,16 +200,16 @@ def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() ->
     with serving("--header-timeout-s", "300", few_files=200) as served:
         assert served.process.stderr is not None
         served.await_ready()
-        crowd = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
+        burst = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
         try:
             refused: set[socket.socket] = set()
 
             def are_refused() -> bool:
-                refused.update(connection for connection in crowd if _says(connection, b" 503 "))
+                refused.update(connection for connection in burst if _says(connection, b" 503 "))
                 return len(refused) >= 60
 
             until(are_refused)
-            stream = crowd[0]
+            stream = burst[0]
             stream.sendall(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b" 200 " in _received(stream, b'"ready"}')
             are_refused()
@@ -222,7 +222,7 @@ def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() ->
             stream.settimeout(DEADLINE_S)
             assert b" 200 " in _received(stream, b'"usage"')
         finally:
-            for connection in crowd:
+            for connection in burst:
                 connection.close()
         until(lambda: _is_live(served))
 

@@ -7,8 +7,8 @@ import asyncio
 from quire.server.http.start_limiter import StartLimiter
 
 
-def test_a_crowd_passes_in_order_one_a_round() -> None:
-    async def crowd() -> None:
+def test_a_burst_passes_in_order_one_a_round() -> None:
+    async def burst() -> None:
         start_limiter = StartLimiter()
         passed: list[int] = []
         most_in_a_round, before, is_over = 0, 0, False
@@ -35,7 +35,7 @@ def test_a_crowd_passes_in_order_one_a_round() -> None:
         await asyncio.sleep(0)
         await asyncio.wait_for(start_limiter.enter(), 1)
 
-    asyncio.run(crowd())
+    asyncio.run(burst())
 
 
 def test_alone_nobody_waits() -> None:

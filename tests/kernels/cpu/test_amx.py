@@ -1,7 +1,7 @@
-"""Products of tiles and of pairs, acted out: against what Intel's manual says that the instruction
+"""GEMMs of tiles and of pairs, emulated: against what Intel's manual says that the instruction
 computes, stated anew.
 
-And the instructions themselves, where the processor has them, against what is acted out.
+And the instructions themselves, where the processor has them, against the emulation.
 """
 
 from __future__ import annotations

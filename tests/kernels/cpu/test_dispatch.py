@@ -24,7 +24,7 @@ def test_instruction_sets() -> None:
     names = cpu.supported_isas()
     assert names[0] == "portable"
     assert cpu.isa() == names[-1]
-    assert not set(names) & set(cpu.emulated_isas()), "what is acted out is never chosen"
+    assert not set(names) & set(cpu.emulated_isas()), "what is emulated is never chosen"
     if "avx512vnni" in names:
         assert cpu.emulated_isas() == ("avx512bf16emulated", "amxemulated")
     with pytest.raises(ConfigError, match="'sse9' is not one of portable"):

@@ -230,7 +230,7 @@ def test_rows_become_fp8_as_the_reference_does(kernels: Kernels, device: torch.d
 def test_a_librarys_sums_of_fp8_are_scaled_here(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, torch's product is acted out; on a GPU it is torch's own."""
+    """On the CPU, torch's product is emulated; on a GPU it is torch's own."""
     from quire.kernels.triton import integer_linear, tuning
     from quire.kernels.triton.linear import ProductOptions
 

@@ -95,7 +95,7 @@ def test_thresholds_draws_and_scores(
 
 
 @pytest.mark.slow
-def test_draws_and_scores_do_not_depend_on_stretches(
+def test_draws_and_scores_do_not_depend_on_chunks(
     sampling: SamplingKernels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many of one block, some of several, and one of all."""
@@ -250,7 +250,7 @@ def test_thresholds_in_chunks(sampling: SamplingKernels, device: torch.device, s
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("count", [20, thorough(1), thorough(SIZE)])
-def test_the_best_in_stretches(sampling: SamplingKernels, device: torch.device, count: int) -> None:
+def test_the_best_in_chunks(sampling: SamplingKernels, device: torch.device, count: int) -> None:
     logits = make_shapes()
     row = torch.tensor([0, 2, 3, 4, 6, 7, 8])
     rows, chosen = (

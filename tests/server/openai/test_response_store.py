@@ -1,4 +1,4 @@
-"""What is kept of answers stays within its bounds, and nobody's crowd costs another everything."""
+"""What is kept of answers stays within its bounds, and no tenant's burst costs another everything."""
 
 from __future__ import annotations
 
