@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.journal import SCHEMA, Cell, Journal, record_of
@@ -376,12 +375,7 @@ class _Hold:
             self._process.communicate("\n")
             self._process = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -4,7 +4,6 @@ for programs that bring their own loop."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.config.engine import EngineConfig
@@ -125,12 +124,7 @@ class LLMEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     sleep = absent("sleep", NO_SLEEP)

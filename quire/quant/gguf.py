@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -54,12 +53,7 @@ class GgufWeights(WeightSource):
     def __enter__(self) -> GgufWeights:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:

@@ -12,7 +12,6 @@ import ctypes
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.small_files import is_file, read_object
@@ -88,12 +87,7 @@ class SafetensorsCheckpoint(WeightSource):
     def __enter__(self) -> SafetensorsCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.numbers import align_up
@@ -75,12 +74,7 @@ class HeadStart:
     def __enter__(self) -> HeadStart:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ the wait itself: what a busy machine takes from the server is none of its doing.
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Self
 
 from plain_http import PlainClient
@@ -32,12 +31,7 @@ class Pauses:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join(60)
         assert not self._thread.is_alive()
