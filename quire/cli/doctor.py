@@ -142,10 +142,12 @@ def _check_machine() -> Iterator[Finding]:
     machine = Machine.inspect()
     yield Finding("cpu", "ok", machine.cpu_name)
     flags = [flag for flag in _ISA_FLAGS if flag in _cpu_flags()]
-    is_plain = platform.machine() == "x86_64" and "avx2" not in flags
-    hint = "; without AVX2 the kernels are slow" if is_plain else ""
+    lacks_avx2 = platform.machine() == "x86_64" and "avx2" not in flags
+    hint = "; without AVX2 the kernels are slow" if lacks_avx2 else ""
     yield Finding(
-        "instructions", "warning" if is_plain else "ok", (", ".join(flags) or "none of note") + hint
+        "instructions",
+        "warning" if lacks_avx2 else "ok",
+        (", ".join(flags) or "none of note") + hint,
     )
     yield Finding(
         "cores",

@@ -323,10 +323,10 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map object")
     for name, file in weight_map.items():
-        is_plain = (
+        is_file_name = (
             isinstance(file, str) and Path(file).name == file and not set(file) & set("\0/\\")
         )
-        if not is_plain or not file.endswith(".safetensors") or len(file) > _MAX_NAME_CHARS:
+        if not is_file_name or not file.endswith(".safetensors") or len(file) > _MAX_NAME_CHARS:
             raise CheckpointError(
                 f"{path}: {_short(name)} is said to be in {_short(repr(file))}; expected the "
                 "plain name of a .safetensors file"

@@ -381,17 +381,19 @@ def _packed_cache(planned: PlannedModel) -> PackedCache | None:
     """Begin to read what an earlier start packed. Plain floats are packed while torch is imported:
     no use for them."""
     plan = planned.plan
-    is_plain = [
+    are_floats = [
         planned.storage is None and plan.formats.of(parts) is None
         for parts in plan.spec.projections
     ]
-    if plan.config.weights_cache is None or all(is_plain) or not _may_be_native(plan):
+    if plan.config.weights_cache is None or all(are_floats) or not _may_be_native(plan):
         return None
     from quire.engine.assembly.fingerprint import cache_name
     from quire.weights.packed_cache import PackedCache
 
     wanted = [
-        parts for parts, plain in zip(plan.spec.projections, is_plain, strict=True) if not plain
+        parts
+        for parts, is_float in zip(plan.spec.projections, are_floats, strict=True)
+        if not is_float
     ]
     return PackedCache(
         Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted

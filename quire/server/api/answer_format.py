@@ -44,7 +44,7 @@ class AnswerFormat:
     tools: ToolUse | None = None
 
     @property
-    def is_plain(self) -> bool:
+    def is_text_only(self) -> bool:
         """Whether all of an answer is text."""
         return self.tags is None and self.tools is None
 

@@ -351,7 +351,7 @@ class _ChatEvents:
         has_more = (
             bool(request.return_token_ids)
             or self._trackers[0] is not None
-            or not prepared.answer_format.is_plain
+            or not prepared.answer_format.is_text_only
         )
         self._is_plain = not (has_more or self._has_running_usage)
         """Whether a choice's events differ by their text alone until it ends."""

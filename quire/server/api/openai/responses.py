@@ -348,7 +348,7 @@ class Responses:
         api = self._api
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
-        if wants_logprobs and not answer_format.is_plain:
+        if wants_logprobs and not answer_format.is_text_only:
             param = "include" if body.top_logprobs is None else "top_logprobs"
             raise unavailable_feature(
                 param, "log-probabilities are only given of answers without tools and thoughts"
