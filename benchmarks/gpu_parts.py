@@ -127,7 +127,8 @@ def steps(subject: Subject) -> Iterator[Figure]:
 
 
 def start(subject: Subject) -> Iterator[Figure]:
-    """From a process's start to a first token: twice, as kernels are compiled the first time."""
+    """Measure from a process's start to a first token: twice, as kernels are compiled the first
+    time."""
     for name, goal in (("kernels compiled before or now", None), ("kernels compiled before", 15.0)):
         command = [
             sys.executable,
@@ -302,7 +303,7 @@ def _await_device() -> None:
 
 
 def idle_shares(busy: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of the time from the first to the last: the share in which nothing ran,
+    """Return, of the time from the first to the last, the share in which nothing ran,
     and the share of long pauses alone."""
     if not busy:
         raise RuntimeError("the profiler saw nothing on the device")
@@ -316,7 +317,7 @@ def idle_shares(busy: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def requests_of(subject: Subject, repetition: int) -> list[BenchRequest]:
-    """With the trace's lengths, or random ones; other tokens in each repetition."""
+    """Return requests with the trace's lengths, or random ones; other tokens in each repetition."""
     vocab_size = declare(_config(subject)).vocab_size
     if subject.trace is not None:
         workload = trace_workload(

@@ -196,8 +196,8 @@ class _Bench:
         return (time.process_time() - began_s) / len(requests)
 
     async def closed(self, burn: tuple[float, float] | None = None) -> Phase:
-        """As many requests at once as there are seats; beside them `burn`: so many times a second,
-        so many seconds."""
+        """Send as many requests at once as there are seats; beside them `burn`: so many times a
+        second, so many seconds."""
         args = self._args
         requests = _requests(args, 100_000 if args.peak_seconds > 60 else 20_000, 3)
         load = LoadOptions(max_concurrency=args.seats, duration_s=args.peak_seconds)
@@ -329,7 +329,7 @@ def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) ->
 
 
 def render(figures: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the figures as text."""
     refusal, rss, total = figures["refusal_s"], figures["rss_bytes"], figures["e2e_s"]
     error, turns = (
         figures["goodput_share_error"],

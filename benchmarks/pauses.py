@@ -114,7 +114,7 @@ def _launches(args: argparse.Namespace) -> dict[str, Launch]:
 
 
 def _measure(url: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One round; round -1 is a short one that warms up and is not counted."""
+    """Measure one round; round -1 is a short one that warms up and is not counted."""
     found = {"round": number, **asyncio.run(_latencies(url, number, args))}
     if number >= 0 and not args.no_burst:
         requests = WORKLOADS["W6"].requests(1000 + number, args.vocab_size)
@@ -156,7 +156,7 @@ async def _first_token_s(target: Target, request: ServeRequest) -> float:
 async def _beside(
     target: Target, stream: ServeRequest, long: ServeRequest, short: ServeRequest
 ) -> dict[str, float]:
-    """A stream, a long prompt that comes while it runs, and a short prompt behind that."""
+    """Run a stream, a long prompt that comes while it runs, and a short prompt behind that."""
     streamed = RequestTimeline(0.0)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         group.create_task(target.exchange(stream, streamed))

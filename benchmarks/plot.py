@@ -177,7 +177,7 @@ def draw_batch(axis: Any, record: Record, names: Sequence[str]) -> None:
 
 
 def roofline_panels(records: Sequence[Record]) -> list[Panel]:
-    """One a record."""
+    """Return a panel for each record."""
     return [partial(draw_roofline, record=record) for record in records]
 
 
@@ -249,7 +249,7 @@ def draw_roofline(axis: Any, record: Record) -> None:
 
 
 def label_of(variant: str) -> str:
-    """For people: engine and form."""
+    """Return engine and form as text."""
     parsed = Variant.parse(variant)
     way = " (paged)" if "way=paged" in parsed.extra else ""
     return f"{NAMES[parsed.engine]} {parsed.form}{way}"

@@ -67,8 +67,8 @@ class JsonProcess:
         return self._has_line(timeout_s) or self._process.poll() is not None
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """One line. RuntimeError with what the child said,
-        if it ends instead or is silent for so long."""
+        """Read one line. RuntimeError with what the child said, if it ends instead or is silent for
+        so long."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         # What the child has started may outlive it with its pipes, so that its end does not show in

@@ -53,7 +53,7 @@ class Referee:
         self._answer(_START_S)
 
     def sample(self, stopped: Sequence[int]) -> LimitSample:
-        """One sample, while these processes stand still."""
+        """Take one sample, while these processes stand still."""
         try:
             self._process.send(stopped)
         except RuntimeError as error:

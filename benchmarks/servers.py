@@ -69,7 +69,7 @@ class Launch:
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        """With the settings that vLLM recommends on CPUs."""
+        """Return the environment with the settings that vLLM recommends on CPUs."""
         env = dict(
             os.environ,
             OMP_NUM_THREADS=str(self.num_threads),

@@ -132,7 +132,7 @@ def _model_name(name: str) -> str | None:
 def measure(
     server: Server, name: str, which: tuple[int, int, argparse.Namespace]
 ) -> dict[str, Any]:
-    """One run of the workload."""
+    """Measure one run of the workload."""
     number, vocab_size, args = which
     requests = WORKLOADS["W6"].requests(number, vocab_size)[: args.first_requests]
     cpu_before_s, api_before_s = _tree_cpu_s(server), server.api_cpu_s()

@@ -270,7 +270,7 @@ def broken_promises(figures: dict[str, Any]) -> list[str]:
 
 
 def render(figures: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the figures as text."""
     before, last, after = figures["before"], figures["last"], figures["after"]
     return [
         f"{figures['num_requests']:,} requests in {figures['minutes']:g} min: "

@@ -106,7 +106,7 @@ async def _ping(server: Server, engine: str) -> list[float]:
 
 
 def render(figures: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the figures as text."""
     result, ping = figures["result"], figures["ping_s"]
     first = result["ttft_s"]
     lines = [

@@ -127,7 +127,7 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 def table(kills: list[Kill], streams: list[Seen], num_rounds: int) -> list[str]:
-    """One row a kill, and what they amount to."""
+    """Return one row per kill, and what they amount to."""
     rows = []
     for number, kill in enumerate(kills, start=1):
         pauses = [pause for each in streams if (pause := _pause_over(each, kill)) is not None]

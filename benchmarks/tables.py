@@ -35,8 +35,8 @@ so that the machine's rate for those is their limit."""
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By workload and variant: medians and ranges over the rounds, and shares of what the machine
-    allows.
+    """Return by workload and variant: medians and ranges over the rounds, and shares of what the
+    machine allows.
 
     `compute_share` is the time that the operations of an ideal schedule take at the limits of the
     same run, over the time taken, in the median of the rounds; `bandwidth_share` the same for its
@@ -132,7 +132,7 @@ def _row(
 
 
 def _token_bandwidth_s(steps: Sequence[IdealStep], rates: MachineRates) -> float:
-    """Of a token after the first."""
+    """Return the time of a token after the first."""
     return bandwidth_s(steps[1:], rates) / len(steps[1:])
 
 
@@ -220,7 +220,7 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
 
 
 def overview(record: Mapping[str, Any]) -> list[str]:
-    """One row an engine, one column a workload: what a reader asks first,
+    """Return one row per engine, one column per workload: what a reader asks first,
     with the share of the machine's limit."""
     summary = record["summary"]
     lines = [f"| variant | {' | '.join(summary)} |", "|---" * (len(summary) + 1) + "|"]
@@ -243,7 +243,7 @@ def _overview_cell(row: Mapping[str, Any]) -> str:
 
 
 def render_workload(record: Mapping[str, Any], name: str) -> list[str]:
-    """One workload's table. The factor says how many times as fast the
+    """Return one workload's table. The factor says how many times as fast the
     first variant of Quire is."""
     counts, rows = record["workloads"][name], record["summary"][name]
     is_latency = any("token_s" in row for row in rows.values())

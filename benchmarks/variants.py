@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """From its name; ValueError says what is wrong."""
+        """Parse a name; ValueError says what is wrong."""
         engine, *rest = text.split(":")
         if (
             engine not in ENGINES
@@ -195,7 +195,7 @@ class PeerProcess(JsonProcess):
         """`ready_s`, `version`, `settings`."""
 
     def run(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-        """One timed run: `started_s`, `wall_s`, `cpu_s`, `token_s` (of a single sequence),
-        `peak_rss_bytes`."""
+        """Return the figures of one timed run: `started_s`, `wall_s`, `cpu_s`, `token_s` (of a
+        single sequence), `peak_rss_bytes`."""
         self.send(requests)
         return self.answer(ANSWER_S)

@@ -256,7 +256,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[SamplingParams]:
-        """One record of parameters for each prompt, checked and our own."""
+        """Return one record of parameters for each prompt, checked and our own."""
         params = self.engine.default_params() if params is None else params
         listed: Sequence[SamplingParams] = (
             [params] * len(prompts) if isinstance(params, SamplingParams) else params

@@ -102,7 +102,7 @@ def _options() -> tuple[Options, int]:
 
 
 def _measured(engine: PeerEngine, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """One run: when it began, wall time, processor time of all processes,
+    """Measure one run: when it began, wall time, processor time of all processes,
     and for a single sequence the time of each token."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
     started, cpu_started = (

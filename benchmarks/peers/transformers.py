@@ -128,7 +128,7 @@ class PagedPeer:
         return counts
 
     def _manager_for(self, request: BenchRequest) -> Any:
-        """One manager for each way of sampling; made once, as a server would."""
+        """Return the manager for a way of sampling; made once, as a server would."""
         transformers = _transformers()
         key = (request.num_sequences, request.temperature)
         if key != self._key:

@@ -73,17 +73,17 @@ def ideal_steps(
 
 
 def compute_s(steps: Sequence[IdealStep], rates: MachineRates) -> float:
-    """Time of the operations alone."""
+    """Return the time of the operations alone."""
     return sum(_compute_s(each, rates) for each in steps)
 
 
 def bandwidth_s(steps: Sequence[IdealStep], rates: MachineRates) -> float:
-    """Time of the bytes alone."""
+    """Return the time of the bytes alone."""
     return sum(each.num_bytes for each in steps) / rates.num_bytes
 
 
 def roofline_s(steps: Sequence[IdealStep], rates: MachineRates) -> float:
-    """Time when each step takes the longer of its operations and its bytes."""
+    """Return the time when each step takes the longer of its operations and its bytes."""
     return sum(max(_compute_s(each, rates), each.num_bytes / rates.num_bytes) for each in steps)
 
 

@@ -53,7 +53,7 @@ class StepCosts:
         return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
     def line(self, name: str) -> str:
-        """For people."""
+        """Return the figures as text."""
         return (
             f"{name:<34} schedule {statistics.median(self.schedule_ms):.3f}  update "
             f"{statistics.median(self.update_ms):.3f}  "

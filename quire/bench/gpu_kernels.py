@@ -112,7 +112,7 @@ def median_s(call: Callable[[], object], device: torch.device) -> float:
 
 
 def cases(kernels: TritonKernels) -> Iterator[Case]:
-    """One after another, so that one case's tensors are in memory at a time."""
+    """Yield the cases one after another, so that one case's tensors are in memory at a time."""
     for num_rows in (1, 16, 64, 512, 4096):
         yield linear_case(kernels, num_rows)
         yield from integer_cases(kernels, num_rows)
@@ -228,8 +228,8 @@ def attention_case(
     head_size: int = _HEAD_SIZE,
     kv_format: str = "bfloat16",
 ) -> Case:
-    """As many queries against as many positions of each sequence, in blocks of 16;
-    queries are float32 where the cache is."""
+    """Return the case of as many queries against as many positions of each sequence, in blocks of
+    16; queries are float32 where the cache is."""
     import torch
 
     from quire.kernels.kv_cache import empty_cache

@@ -106,7 +106,7 @@ def measure_limits() -> Limits:
 def measure_linear(
     kind: str, shape: tuple[int, int], rows: Sequence[int], limits: Limits
 ) -> Iterator[LinearTime]:
-    """One time for each number of rows, of a projection of `shape` (outputs, inputs)."""
+    """Yield a time for each number of rows, of a projection of `shape` (outputs, inputs)."""
     import torch
 
     from quire.kernels.cpu.linear import CpuLinear, linear

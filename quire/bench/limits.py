@@ -161,7 +161,7 @@ class LimitSampler:
 
 
 def limit_sampler(device: str = "cpu") -> LimitSampler:
-    """For a GPU, or for the CPU with as many threads as torch and the
+    """Return a sampler for a GPU, or for the CPU with as many threads as torch and the
     native kernels use at present."""
     is_gpu = device != "cpu"
     num_bytes, shapes = (_GPU_READ_BYTES, _GPU_SHAPES) if is_gpu else (_READ_BYTES, _SHAPES)
@@ -270,7 +270,7 @@ def _quire_product(kind: str, shape: tuple[int, int, int]) -> Call:
 
 
 def _awaited(call: Call, device: str) -> Call:
-    """A CPU's work is done when the call returns, a GPU's is waited for."""
+    """Return a call that waits for its work: a CPU's is done when it returns."""
     import torch
 
     def wait() -> None:

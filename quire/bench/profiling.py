@@ -71,7 +71,7 @@ class StepProfile:
             self._taken[phase] = 0.0
 
     def seconds(self) -> dict[str, float]:
-        """Time of each phase; together they are the time of all steps."""
+        """Return the time of each phase; together they are the time of all steps."""
         taken = self._taken
         inside = taken["forward"] + taken["logits"] + taken["sampling"]
         rest = taken["step"] - taken["schedule"] - taken["execute"] - taken["update"]

@@ -213,7 +213,7 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_gpu() -> Iterator[Finding]:
-    """A GPU that could be used is told of; one that is there and cannot is a warning;
+    """Report a GPU that could be used; one that is there and cannot is a warning;
     none is as usual."""
     from quire.engine.plan.gpu import inspect_gpu, reasons_against
 
@@ -254,7 +254,7 @@ def _check_models() -> Iterator[Finding]:
 
 
 def _check_cache() -> Iterator[Finding]:
-    """Where models from the hub are kept: the nearest folder that exists must be writable."""
+    """Check where models from the hub are kept: the nearest folder that exists must be writable."""
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
     )

@@ -183,7 +183,7 @@ class _JsonLines:
 
 
 def _record(number: int, prompt: str, output: RequestOutput) -> dict[str, Any]:
-    """One line of --json."""
+    """Return one line of --json."""
     metrics = output.metrics
     record: dict[str, Any] = {
         "index": number,

@@ -35,7 +35,7 @@ class OutputFile:
 
 @contextlib.contextmanager
 def open_output(path: str | None) -> Iterator[OutputFile]:
-    """The file at `path`, written anew, or standard output."""
+    """Open the file at `path`, written anew, or standard output."""
     if path is None:
         yield OutputFile(sys.stdout, "the output")
         return

@@ -127,7 +127,7 @@ class ReservedStatus:
 
 @contextlib.contextmanager
 def status_line(*, is_enabled: bool = True) -> Iterator[StatusLine]:
-    """The status line that suits stdout and stderr;
+    """Show the status line that suits stdout and stderr;
     the terminal is restored however the block is left."""
     if not is_enabled or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield NoStatus()

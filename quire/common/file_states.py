@@ -23,7 +23,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileState:
-        """From what the system says of a file."""
+        """Make the state from what the system says of a file."""
         return cls(status.st_size, status.st_mtime_ns)
 
 

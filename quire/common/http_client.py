@@ -48,7 +48,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From `http://host:port/prefix`; a missing scheme is http. Raises ConfigError."""
+        """Parse `http://host:port/prefix`; a missing scheme is http. Raises ConfigError."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port

@@ -21,7 +21,7 @@ class JsonFormatter(logging.Formatter):
     """Formats records of any logger."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return the record as one line."""
         seconds, fraction = divmod(record.created, 1)
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))

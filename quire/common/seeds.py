@@ -19,7 +19,7 @@ def mix64(value: int) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of a request's sequence number `index` (0 keeps the request's own seed).
+    """Return the seed of a request's sequence number `index` (0 keeps the request's own seed).
 
     A separate request with `seed=derive_seed(s, i)` therefore gives the same tokens as sequence `i`
     of a request with `seed=s` and `n > i`.

@@ -50,7 +50,8 @@ class RepetitionDetectionParams:
 
     @classmethod
     def from_mapping(cls, values: object) -> RepetitionDetectionParams:
-        """From a decoded JSON object, such as an HTTP body's field; null leaves a field out."""
+        """Make the parameters from a decoded JSON object, such as an HTTP body's field; null leaves
+        a field out."""
         if not isinstance(values, Mapping):
             _refuse("it must be an object")
         known = {item.name for item in fields(cls)}

@@ -76,7 +76,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of_grammar(cls, wire: Grammar) -> StructuredOutputsParams:
-        """Of a grammar that is of our own making, and known to be possible."""
+        """Make the parameters of a generated grammar, which is known to be possible."""
         made = cls(grammar="start: /a/")
         object.__setattr__(made, "grammar", wire.text)
         object.__setattr__(made, "wire", wire)
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_mapping(cls, values: object) -> StructuredOutputsParams:
-        """From a decoded JSON object, such as an HTTP body's field."""
+        """Make the parameters from a decoded JSON object, such as an HTTP body's field."""
         if not isinstance(values, Mapping):
             raise InvalidParameterError(
                 "structured_outputs: it must be an object", param="structured_outputs"

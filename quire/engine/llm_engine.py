@@ -69,7 +69,7 @@ class LLMEngine:
         return self._session.add(prompt, params, request_id=request_id, priority=priority)
 
     def step(self) -> list[Output]:
-        """One step; returns an output for every request that made progress,
+        """Run one step; returns an output for every request that made progress,
         of the kind that it wants."""
         return self._session.step()
 

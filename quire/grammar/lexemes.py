@@ -316,7 +316,7 @@ class _Comparison:
                 self._jumps[last].append(first)
 
     def _follow(self) -> list[int]:
-        """First bytes of what may follow each lexeme."""
+        """Return the first bytes of what may follow each lexeme."""
         nullable, first = self._beginnings()
         after_rule = dict.fromkeys(self._bodies, 0)
         after_lexeme = [0] * len(self._lexemes)

@@ -189,7 +189,7 @@ class Kernels(Protocol):
         ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
-        """As `pack_linear`, for a weight of integers; `linear` takes either kind."""
+        """Pack as `pack_linear` does, for a weight of integers; `linear` takes either kind."""
         ...
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
@@ -255,7 +255,7 @@ class Kernels(Protocol):
         ...
 
     def finite_rows(self, x: Tensor) -> Tensor:
-        """Of which rows of x [T, H] that can be said: bool [T]. Waits for nothing."""
+        """Return which rows of x [T, H] are finite: bool [T]. Waits for nothing."""
         ...
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:

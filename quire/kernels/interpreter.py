@@ -31,8 +31,8 @@ class WantedTokens(NamedTuple):
 
 
 def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> WantedTokens | None:
-    """Of each sequence the last `num_wanted`, int32 [S] on the host; None where these are all, or
-    most.
+    """Return of each sequence the last `num_wanted`, int32 [S] on the host; None where these are
+    all, or most.
 
     Waits for nothing: how many there are is known on the host, and where they are is found on the
     device.

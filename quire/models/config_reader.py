@@ -78,7 +78,7 @@ class ConfigReader:
     def optional_integer(
         self, key: str, default: int | None = None, *, minimum: int = 1
     ) -> int | None:
-        """As `integer`, but null (or absence, without a default) gives None."""
+        """Return as `integer` does, but null (or absence, without a default) gives None."""
         self._read.add(key)
         present = key in self._values
         if present and self._values[key] is None:
@@ -99,7 +99,7 @@ class ConfigReader:
     def optional_number(
         self, key: str, default: float | None = None, *, minimum: float = 0.0
     ) -> float | None:
-        """As `number`, but null (or absence, without a default) gives None."""
+        """Return as `number` does, but null (or absence, without a default) gives None."""
         self._read.add(key)
         if key not in self._values:
             return default

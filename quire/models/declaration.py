@@ -340,8 +340,8 @@ def fused(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
 
 
 def conv1d(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
-    """As `fused`, in GPT-2's own layout: `name.weight` is [inputs, outputs],
-    and there is a bias."""
+    """Return projections as `fused` does, in GPT-2's own layout: `name.weight` is [inputs,
+    outputs], and there is a bias."""
     return tuple(
         LinearSpec(
             dataclasses.replace(part.weight, is_transposed=True),

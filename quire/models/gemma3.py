@@ -13,7 +13,7 @@ from quire.models.rope import read_local_and_global_rope
 
 
 def declare_gemma3(config: ConfigReader) -> DecoderSpec:
-    """As Gemma 2 without soft caps in attention,
+    """Declare Gemma 3: as Gemma 2 without soft caps in attention,
     with norms on queries and keys and two RoPE bases."""
     size = read_dimensions(config)
     local_rope, global_rope = read_local_and_global_rope(config, size.head_dim)

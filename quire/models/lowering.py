@@ -149,7 +149,7 @@ class _Lowering:
         return self._emit(ops.Add((stream, x), (self._value(self._spec.hidden_size),)))
 
     def _norm(self, spec: NormSpec | None, x: int) -> int:
-        """Where there is no norm, x."""
+        """Lower a norm; without one, return x."""
         if spec is None:
             return x
         return self._emit(ops.Norm((x,), (self._value(spec.size),), self._norm_weights(spec)))
@@ -164,6 +164,7 @@ class _Lowering:
         return len(self._vectors) - 1
 
     def _linear_number(self) -> int:
-        """Of the next projection: they are lowered in the order of `DecoderSpec.projections`."""
+        """Return the next projection's number: they are lowered in the order of
+        `DecoderSpec.projections`."""
         self._num_linears += 1
         return self._num_linears - 1

@@ -13,7 +13,7 @@ from quire.models.rope import read_rope
 
 
 def declare_mistral(config: ConfigReader) -> DecoderSpec:
-    """As Llama without biases; `sliding_window` null means full attention."""
+    """Declare Mistral: as Llama without biases; `sliding_window` null means full attention."""
     size = read_dimensions(config)
     rope = read_rope(config, size.head_dim)
     norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6))

@@ -13,7 +13,8 @@ from quire.models.rope import read_rope
 
 
 def declare_qwen2(config: ConfigReader) -> DecoderSpec:
-    """The layers from `max_window_layers` on slide if `use_sliding_window` is set."""
+    """Declare Qwen 2. The layers from `max_window_layers` on slide if `use_sliding_window` is
+    set."""
     size = read_dimensions(config)
     rope = read_rope(config, size.head_dim)
     norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6))

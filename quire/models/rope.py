@@ -159,7 +159,7 @@ def _read_rotated_dim(config: ConfigReader, section: ConfigReader | None, head_d
 
 
 def _original_len(config: ConfigReader, section: ConfigReader) -> int:
-    """The context before scaling. Like the reference,
+    """Return the context before scaling. Like the reference,
     a value beside the section wins over the one inside."""
     inner = section.optional_integer("original_max_position_embeddings", minimum=_MIN_LEN)
     outer = config.optional_integer("original_max_position_embeddings", minimum=_MIN_LEN)

@@ -43,7 +43,7 @@ class DecoderModel:
         return self.weights.linears[self.program.head.weight]
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
-        """One pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H],
+        """Run one pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H],
         before the final norm.
 
         Writes K and V of every token to `context.kv_caches`. Positions must be below

@@ -50,7 +50,8 @@ class RunSummary:
 def summarize(
     outputs: Sequence[RequestOutput], stats: SchedulerStats, *, num_blocks: int, wall_s: float
 ) -> RunSummary:
-    """From finished outputs (cumulative ones) and the counters of the engine that made them."""
+    """Summarize a run from finished outputs (cumulative ones) and the counters of the engine that
+    made them."""
     waits = [
         output.metrics.first_token_s - output.metrics.arrival_s
         for output in outputs

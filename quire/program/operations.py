@@ -232,7 +232,8 @@ class Program:
     head: Head
 
     def last_reads(self) -> list[tuple[int, ...]]:
-        """For each operation: the values that are not read after it, its own outputs included."""
+        """Return for each operation the values that are not read after it, its own outputs
+        included."""
         read: set[int] = {self.result}
         found = []
         for operation in reversed(self.operations):
@@ -242,7 +243,7 @@ class Program:
         return found[::-1]
 
     def rows_wanted(self) -> list[bool]:
-        """For each operation: whether it computes rows of wanted tokens alone."""
+        """Return for each operation whether it computes rows of wanted tokens alone."""
         narrow: set[int] = set()
         found = []
         for operation in self.operations:

@@ -16,7 +16,7 @@ Operations = tuple[ops.Operation, ...]
 
 
 def fuse_add_norm(program: Program) -> Program:
-    """A sum that is normalised at once becomes one operation."""
+    """Fuse each sum that is normalised at once into one operation."""
     fused: list[ops.Operation] = []
     for operation in program.operations:
         last = fused[-1] if fused else None
@@ -59,7 +59,7 @@ def fuse_heads(
 
 
 def select_wanted(program: Program, alignment: int | None = None) -> Program:
-    """Behind the last write to a cache, only tokens go on whose hidden states are wanted; the
+    """Prune the tokens whose hidden states are not wanted behind the last write to a cache; the
     others' are those before it.
 
     With an `alignment`, queries are projected for these tokens alone, if keys begin at a multiple
@@ -106,8 +106,8 @@ def _stream_before(program: Program, start: int) -> int:
 def _project_apart(
     before: Operations, after: Operations, widths: list[int], alignment: int
 ) -> tuple[Operations, Operations]:
-    """Of the heads that `before` ends with, keys and values stay there,
-    and queries move behind it."""
+    """Move the queries of the heads that `before` ends with behind it; keys and values stay
+    there."""
     first = max(
         index for index, each in enumerate(before) if not isinstance(each, ops.HeadOperation)
     )

@@ -31,7 +31,7 @@ def rows_of(weight: QuantizedWeight, chosen: Tensor) -> QuantizedWeight:
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight of all outputs, in the narrowest form that holds every part exactly (see
+    """Return one weight of all outputs, in the narrowest form that holds every part exactly (see
     `quire.quant.formats.join`).
 
     The parts are integers all, or e4m3 numbers all.

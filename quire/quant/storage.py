@@ -456,7 +456,7 @@ class _ModulePattern:
 def _read_group(
     group: ConfigReader, layout: str
 ) -> tuple[tuple[_ModulePattern, ...], LinearStorage]:
-    """One entry of `config_groups`."""
+    """Read one entry of `config_groups`."""
     targets = tuple(_ModulePattern(group, "targets", text) for text in group.texts("targets"))
     weights = group.section("weights")
     if weights is None:

@@ -176,7 +176,8 @@ def _group(held: IntegerFormat, targets: list[str], recipe: Recipe) -> Mapping[s
 
 
 def _without_size(held: IntegerFormat) -> IntegerFormat:
-    """One scale per output is one format, however many inputs there are."""
+    """Return the format without its group size: one scale per output is one format, however many
+    inputs there are."""
     return held if held.bits == 4 else dataclasses.replace(held, group_size=0)
 
 

@@ -36,7 +36,7 @@ def is_plain(sampling: RowSampling) -> bool:
 def choose_plain(
     kernels: SamplingKernels, logits: Tensor, rows: Sequence[SampledRow], stage: Stage
 ) -> tuple[Tensor, Tensor]:
-    """One token for each row of logits, ids int64 [R] below V, and each row's largest logit,
+    """Choose one token for each row of logits, ids int64 [R] below V, and each row's largest logit,
     float32 [R].
 
     Where that is not finite the row has failed: its token means nothing, and its logits are

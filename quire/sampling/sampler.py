@@ -73,8 +73,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[WorkResult]:
-        """One result for each row; `logits` (float32 [R, V], never written) holds one row for each
-        of `rows`.
+        """Sample: one result for each row; `logits` (float32 [R, V], never written) holds one row
+        for each of `rows`.
 
         For beam search (`num_candidates`) the one report's alternatives are the best tokens that
         can be sampled, with their log-probabilities after edits and temperature; top-k, top-p and

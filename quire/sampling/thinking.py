@@ -70,7 +70,7 @@ _Steps = dict[tuple[int, int], int]
 
 @lru_cache(maxsize=4)
 def _steps(marks: ThinkTagTokens) -> tuple[_Steps, _Steps]:
-    """Of the first mark and of the second one: thousands for a large vocabulary,
+    """Return the steps of the opening and the closing tag: thousands for a large vocabulary,
     and the same for all of a model's rows."""
     begin = {(state, token_id): to for state, token_id, to in marks.begin_steps}
     return begin, {(state, token_id): to for state, token_id, to in marks.end_steps}

@@ -108,8 +108,8 @@ def _check(config: ApiConfig, keys: str | None) -> KeyRing:
 
 
 def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
-    """As many connections as this process may open files: a server without a file to spare could
-    not accept the connection that it would refuse, nor replace its engine.
+    """Return the config with as many connections as this process may open files: a server without a
+    file to spare could not accept the connection that it would refuse, nor replace its engine.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + _OTHER_FILES
@@ -138,7 +138,7 @@ def _tracer(config: ApiConfig, model: str) -> RequestTracer | None:
 
 @contextmanager
 def listen(config: ServeConfig) -> Iterator[socket.socket]:
-    """The one listening socket. Raises ConfigError where there can be none."""
+    """Open the listening socket. Raises ConfigError where there can be none."""
     try:
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[
             0

@@ -185,6 +185,7 @@ def model_names(config: ApiConfig, name: str) -> tuple[str, ...]:
 
 
 def _shown_name(name: str) -> str:
-    """A folder is served under its last part: paths are not for clients."""
+    """Return the name of a model; a folder is served under its last part: paths are not for
+    clients."""
     is_path = "/" in name and (name.startswith(("/", ".", "~")) or Path(name).exists())
     return Path(name).name or "model" if is_path else name

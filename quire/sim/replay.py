@@ -57,7 +57,7 @@ class ReplayReport:
         return 1e3 * costs[min(len(costs) - 1, int(len(costs) * percent / 100))] if costs else 0.0
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report as text."""
         full = self.peak_num_running
         num_full = sum(running >= full for running, _ in self.step_costs_s)
         hit_rate, ideal = (

@@ -85,7 +85,7 @@ class ReasoningParser:
         return out
 
     def flush(self) -> list[ReasoningText | Text]:
-        """The answer has ended: give back what was held."""
+        """Give back what was held, as the answer has ended."""
         held, self._held = self._held, ""
         if self._state is _START:
             return [Text(held)] if held else []
@@ -93,7 +93,7 @@ class ReasoningParser:
         return [ReasoningText(held)] if held else []
 
     def _begin(self, text: str) -> str:
-        """At the answer's beginning: what is left to read, or to hold, of a text."""
+        """Return, at the answer's beginning, what is left to read, or to hold, of a text."""
         begin, rest = self._form.begin, text.lstrip(" \n\r\t")
         if len(text) - len(rest) <= _MAX_HELD:
             if rest.startswith(begin):
@@ -121,7 +121,7 @@ class ReasoningParser:
         return self._freshened(text[: len(text) - keep]), text[len(text) - keep :]
 
     def _freshened(self, text: str) -> str:
-        """Without the line breaks that follow a mark."""
+        """Return the text without the line breaks that follow a tag."""
         if self._is_fresh:
             text = text.lstrip("\n")
             self._is_fresh = not text

@@ -353,7 +353,8 @@ def _metered_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _position(function: Callable[..., Any]) -> int:
-    """Of the value that a filter or test is applied to: after a context, where it takes one."""
+    """Return the position of the value that a filter or test is applied to: after a context, where
+    it takes one."""
     return 1 if hasattr(function, "jinja_pass_arg") else 0
 
 

@@ -98,7 +98,7 @@ class StopStrings:
         self._matcher: StopMatcher | None = None
 
     def matcher(self) -> StopMatcher | None:
-        """For one answer from its beginning; None without stop strings."""
+        """Return a matcher for one answer from its beginning; None without stop strings."""
         if not self.stop:
             return None
         if self._matcher is None:

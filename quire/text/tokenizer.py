@@ -181,7 +181,8 @@ class Tokenizer:
         return data
 
     def read_bytes(self, token_id: int) -> bytes:
-        """As `token_bytes`, and nothing is kept: for a walk over the whole vocabulary."""
+        """Return what `token_bytes` does, and keep nothing: for a walk over the whole
+        vocabulary."""
         token = self._backend.id_to_token(token_id)
         piece = None if token is None else self.decoder_rules.piece(token)
         return piece.encode() if isinstance(piece, str) else piece or b""

@@ -110,7 +110,7 @@ class ToolParser:
         return self._take_out()
 
     def flush(self) -> list[Event]:
-        """The answer has ended: give back what was held."""
+        """Give back what was held, as the answer has ended."""
         if not self._object.is_begun and self._state is not _AFTER:
             self._give(self._held)
         self._held = self._space = ""

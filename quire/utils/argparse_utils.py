@@ -16,7 +16,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As `ArgumentParser` does, whatever separates the words of an option's name."""
+        """Parse as `ArgumentParser` does, whatever separates the words of an option's name."""
         given = list(sys.argv[1:] if args is None else args)
         parsed: tuple[argparse.Namespace, list[str]] = super().parse_known_args(
             [self._with_dashes(each) for each in given], namespace

@@ -65,7 +65,7 @@ class StepArrays:
         )
 
     def on_device(self, tensors: Sequence[Tensor]) -> StepInputs:
-        """With `parts`, and behind them what `run_arrays` gives, as tensors."""
+        """Return `parts`, and behind them what `run_arrays` gives, as tensors."""
         starts, lengths, tables, slots, places, token_ids, *of_runs = tensors
         shared = SharedPrefixes(*of_runs) if of_runs else None
         batch = AttentionBatch(
@@ -75,7 +75,7 @@ class StepArrays:
 
 
 def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
-    """To the device of `stage`."""
+    """Move the inputs to the device of `stage`."""
     query_start = arrays.query_start.tolist()
     of_runs = (
         run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()

@@ -229,6 +229,6 @@ class Worker:
 
 
 def _sound_rows(is_finite: Tensor, query_start: Sequence[int]) -> list[bool]:
-    """Of each work, whether all its tokens' hidden states are finite."""
+    """Return for each work whether all its tokens' hidden states are finite."""
     is_sound: list[bool] = np.logical_and.reduceat(is_finite.numpy(), query_start[:-1]).tolist()
     return is_sound

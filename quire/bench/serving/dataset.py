@@ -66,7 +66,7 @@ class PromptWriter:
         return [rng.randrange(first, last) for _ in range(count)]
 
     def prompt(self, tokens: list[int]) -> str | list[int]:
-        """As it is sent."""
+        """Return the prompt as it is sent."""
         return (
             tokens if self._vocab_size is not None else " ".join(_WORDS[token] for token in tokens)
         )

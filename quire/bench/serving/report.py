@@ -189,8 +189,8 @@ def _over_time(name: str, unit: str, interval_s: float, values: Sequence[float])
 
 
 def _timeline(requests: Mapping[str, Sequence[Any]], wall_s: float) -> str:
-    """One row a request: waiting at the client, waiting for the first token, being answered;
-    or refused."""
+    """Return one row per request: waiting at the client, waiting for the first token, being
+    answered; or refused."""
     count = len(requests["sent_s"])
     step = -(-count // _MAX_TIMELINE_ROWS)
     rows = range(0, count, step)

@@ -135,7 +135,7 @@ async def ask_server(client: HttpClient, model: str | None) -> ServerInfo:
 
 
 async def _version(client: HttpClient) -> str | None:
-    """As Quire and vLLM give it."""
+    """Return the server's version, as Quire and vLLM give it."""
     answer = await client.request(HttpRequest("GET", "/version"))
     if answer.status != 200:
         return None

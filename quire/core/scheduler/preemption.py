@@ -25,7 +25,7 @@ class Preemption(NamedTuple):
     num_freed_blocks: int
 
     def reason(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         cause = (
             f"{self.beneficiary.name} needs memory"
             if self.beneficiary is not None

@@ -121,7 +121,7 @@ class PromptRoom:
         return self._fitting(start, most, self._left_s / num_sharing)
 
     def _fitting(self, start: int, most: int, seconds: float) -> int:
-        """At most `most` tokens that take up to `seconds`:
+        """Return at most `most` tokens that take up to `seconds`:
         whole quanta where time is what bounds them."""
         if self._pace is None:
             return most

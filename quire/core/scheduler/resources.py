@@ -244,12 +244,13 @@ class PrefixTurns:
                 self._owners.setdefault(digest, sequence)
 
     def published(self, sequence: Sequence, first: int) -> list[Sequence]:
-        """The sequence's blocks from `first` on are in the index: who waited for them?"""
+        """Return the sequences that waited for blocks, as those of `sequence` from `first` on are
+        published."""
         assert sequence.keys is not None
         return self._withdraw(sequence, sequence.keys.digests[first : sequence.table.num_chained])
 
     def withdraw(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence stops computing: who must look for another owner?"""
+        """Return the sequences that need another owner, as `sequence` stops computing."""
         if sequence.keys is None:
             return []
         return self._withdraw(sequence, sequence.keys.digests[sequence.table.num_chained :])

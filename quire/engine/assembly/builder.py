@@ -216,7 +216,7 @@ def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without passes of the garbage collector: importing torch makes a million objects,
+    """Run without passes of the garbage collector: importing torch makes a million objects,
     none of which is garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -352,7 +352,7 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
 def _sources(
     planned: PlannedModel,
 ) -> Iterator[tuple[WeightSource, Callable[[FloatLinears], LinearLoader]]]:
-    """Where the weights come from, and how projections are loaded from there."""
+    """Yield where the weights come from, and how projections are loaded from there."""
     import torch
 
     from quire.quant.gguf import GgufWeights

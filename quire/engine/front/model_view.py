@@ -45,7 +45,7 @@ class ModelView:
 
     @classmethod
     def of(cls, plan: EnginePlan, config: Mapping[str, object]) -> ModelView:
-        """Of a plan and the parsed `config.json`."""
+        """Make the view of a plan and the parsed `config.json`."""
         return cls(
             model=plan.config.model,
             tokenizer=plan.config.tokenizer or plan.config.model,

@@ -277,8 +277,8 @@ class OutputProcessor:
         return state.prompt_logprobs
 
     def _by_token(self, record: TokenLogprobs, num_ranked: int | None) -> LogprobsByToken:
-        """The first `num_ranked` alternatives (all with -1) are in order of rank;
-        those requested by id come after."""
+        """Return the records by token: the first `num_ranked` alternatives (all with -1) are in
+        order of rank; those requested by id come after."""
         by_token = {
             record.token_id: Logprob(record.logprob, record.rank, self._text_of(record.token_id))
         }

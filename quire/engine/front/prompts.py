@@ -58,7 +58,8 @@ class ParsedPrompt(NamedTuple):
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A flat list of integers is one prompt of token ids."""
+    """Return one prompt or several as a list. A flat list of integers is one prompt of token
+    ids."""
     if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     listed: list[Prompt] = list(prompts)  # type: ignore[arg-type]

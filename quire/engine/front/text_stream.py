@@ -58,7 +58,7 @@ class TextStream:
         return self._show(self._detokenizer.append((token_id,)))
 
     def flush(self) -> str | None:
-        """The sequence has ended: show what was held back.
+        """Show what was held back, as the sequence has ended.
         Returns a stop string that only now became complete."""
         if self._detokenizer is None:
             return None

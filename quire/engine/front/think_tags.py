@@ -109,7 +109,7 @@ def _search(mark: bytes, state: int, data: bytes) -> int:
 
 
 def _token_ids(mark: bytes, pieces: dict[bytes, int], usual: list[bytes]) -> tuple[int, ...]:
-    """For each state the token that goes on: as the tokenizer cuts the mark,
+    """Return for each state the token that goes on: as the tokenizer splits the tag,
     else the longest that fits, else the first."""
     found: dict[int, int] = {}
     for state in range(len(mark)):

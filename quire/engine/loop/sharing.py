@@ -36,7 +36,7 @@ class SharedEngine:
 
     @contextmanager
     def held(self) -> Iterator[Engine]:
-        """The engine, for this thread alone. Raises EngineError inside a step,
+        """Hold the engine for this thread alone. Raises EngineError inside a step,
         which would wait for itself."""
         me = threading.get_ident()
         if self._holder == me:

@@ -36,7 +36,7 @@ class AttentionNeeds:
 
 
 def is_installed(module: str) -> bool:
-    """Without importing it."""
+    """Test for the package without importing it."""
     return util.find_spec(module) is not None
 
 

@@ -546,7 +546,7 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
 
 
 def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
-    """Of that, what a layer takes."""
+    """Return what a layer takes of it."""
     widest = max(_mixer_width(mixer) for block in spec.blocks for mixer in block.mixers)
     return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
 

@@ -83,7 +83,7 @@ class Channel(Generic[Incoming]):
         """Guards `_unsent` and the order of what is sent."""
 
     def fileno(self) -> int:
-        """For `wait`."""
+        """Return the file descriptor, for `wait`."""
         return self._socket.fileno()
 
     @property

@@ -65,7 +65,7 @@ class Service:
         return None
 
     def step(self) -> StepDeltas | None:
-        """One step; returns what it brought, all of it in one message.
+        """Run one step; returns what it brought, all of it in one message.
         Never raises for a bug or a broken executor."""
         deltas = tuple(self._deltas(self.loop.advance()))
         return StepDeltas(deltas) if deltas else None

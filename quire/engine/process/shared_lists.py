@@ -42,7 +42,7 @@ class SharedLists:
         return len(self._by_number)
 
     def hold(self, digest: Digest) -> int:
-        """A request with this digest has come; the number of its lists."""
+        """Hold the lists of a request that has come; returns their number."""
         if digest.num_ids <= _FEW_IDS and digest.sampling.grammar is None and digest.marks is None:
             return NO_LISTS
         held = self._by_params.get(id(digest.sampling))
@@ -54,7 +54,8 @@ class SharedLists:
         return held.number
 
     def release(self, number: int) -> Forget | None:
-        """One of the requests has ended; what the engine must hear if it was the last."""
+        """Release the lists of a request that has ended; returns what the engine must hear if it
+        was the last."""
         held = self._by_number.get(number)
         if held is None:
             return None

@@ -152,7 +152,7 @@ def _cache_shape(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int,
 
 
 def native_cache(key_cache: Tensor, value_cache: Tensor) -> _native.KVCache:
-    """One layer's cache as native callers take it; it keeps nothing alive."""
+    """Return one layer's cache as native callers take it; it keeps nothing alive."""
     num_blocks, num_kv_heads, block_size, head_size = _cache_shape(key_cache, value_cache)
     return _native.KVCache(
         keys=address(key_cache, "key_cache"),

@@ -73,7 +73,7 @@ def require(condition: bool, message: str, *tensors: Tensor | None) -> None:
 
 
 def vector_address(tensor: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Of [count] of this dtype."""
+    """Return the address of a tensor [count] of this dtype."""
     if tensor.dtype != dtype or tensor.shape != (count,):
         raise TypeError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{count}]"

@@ -71,7 +71,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """One query row at a time over the keys it can see,
+    """Attend with one query row at a time over the keys it can see,
     so nothing else in the batch can reach its arithmetic."""
     out = torch.empty_like(query)
     query_start, context_len = batch.query_start.tolist(), batch.context_len.tolist()

@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The sum is rounded to x's dtype before it is normalised, as if it were two operations."""
+    """Round the sum to x's dtype before it is normalised, as if it were two operations."""
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps, weight_offset=weight_offset), total
 
@@ -52,7 +52,7 @@ def is_finite(x: Tensor) -> bool:
 
 
 def finite_rows(x: Tensor) -> Tensor:
-    """Of which rows of [T, H] no element is NaN or infinite."""
+    """Return in which rows of [T, H] no element is NaN or infinite."""
     return torch.isfinite(x).all(dim=-1)
 
 

@@ -417,7 +417,7 @@ class _Launch:
         return num_tiles, self.key_cache.shape[1] * triton.cdiv(self.group, tile_heads)
 
     def num_programs(self, num_sequences: int) -> int:
-        """Without splits side by side."""
+        """Return the programs of a launch without parallel splits."""
         return math.prod(self.grid(num_sequences))
 
     def __call__(
@@ -462,7 +462,7 @@ def shared_prefix_unit(tuning: Tuning) -> int:
 
 
 def _partial_bytes(query: Tensor, num_splits: int) -> int:
-    """As `_partials` takes."""
+    """Return the bytes that `_partials` takes."""
     num_tokens, num_heads, head_size = query.shape
     return num_tokens * num_heads * num_splits * (head_size + 2) * 4
 

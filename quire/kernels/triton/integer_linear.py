@@ -102,7 +102,7 @@ def pack_quantized(
     device: torch.device,
     options: ProductOptions,
 ) -> IntegerLinear:
-    """To the device, packed; ValueError where shapes do not fit together or a
+    """Pack a weight on the device; ValueError where shapes do not fit together or a
     value does not fit its bits."""
     _check(weight, bias)
     bytes_of = weight.values.view(torch.uint8) if weight.is_fp8 else weight.values

@@ -31,8 +31,8 @@ class LibraryAttention(Protocol):
 
 
 def load_attention(module: str, device: torch.device) -> LibraryAttention:
-    """By the name of the module: `flash_attn_interface` (version 3), `flash_attn` (version 2)
-    or `flashinfer`."""
+    """Load a library by the name of its module: `flash_attn_interface` (version 3), `flash_attn`
+    (version 2) or `flashinfer`."""
     library = importlib.import_module(module)
     if module == "flashinfer":
         return FlashInfer(library, device)

@@ -97,7 +97,7 @@ def pack_linear(
     device: torch.device,
     options: ProductOptions,
 ) -> FloatLinear:
-    """To the device, as it is; ValueError unless weight is [N, K] and bias [N]."""
+    """Copy a weight to the device, as it is; ValueError unless weight is [N, K] and bias [N]."""
     require(
         weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]),
         "expected weight [N, K], bias [N]",

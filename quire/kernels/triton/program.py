@@ -34,7 +34,7 @@ class TritonProgram(Interpreter):
     def compute(
         self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None
     ) -> Any:
-        """Of heads, the queries alone: no operation reads the others from here."""
+        """Compute, of heads, the queries alone: no operation reads the others from here."""
         match operation:
             case ops.PrepareHeads(cache=int(cache)):
                 return enter(x, operation, self._weights, step.batch, step.kv_caches[cache])

@@ -65,7 +65,7 @@ class AttentionTuning:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> AttentionTuning:
-        """From a data file's entry."""
+        """Make the tuning from a data file's entry."""
         return cls(**{**entry, "low": Tile(**entry["low"]), "tall": Tile(**entry["tall"])})
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class AnswerFormat:
         return self.tools is not None and self.tools.is_enforced
 
     def reader(self) -> AnswerReader:
-        """For one answer."""
+        """Return a reader for one answer."""
         return AnswerReader(self)
 
     def constraints(self, form: StructuredOutputsParams | None, param: str) -> dict[str, Any]:

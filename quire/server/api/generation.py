@@ -280,7 +280,7 @@ class GenerationRun:
         return self._items.popleft()
 
     def take(self) -> Item | None:
-        """One more output, if it is there already."""
+        """Take one more output, if it is there already."""
         return self._items.popleft() if self._items else None
 
     async def collect(self) -> list[RequestOutput]:

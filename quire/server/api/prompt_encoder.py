@@ -324,7 +324,7 @@ def _too_long(message: str, param: str | None) -> ApiError:
 def _without_developer(
     messages: Sequence[Mapping[str, Any]], template: ChatTemplate
 ) -> Sequence[Mapping[str, Any]]:
-    """OpenAI's newer name for "system", for templates that do not know it."""
+    """Replace OpenAI's newer name for "system", for templates that do not know it."""
     if "developer" in template.source:
         return messages
     return [

@@ -262,7 +262,8 @@ def _grammar(
     demand: tuple[Mode, int],
     marker: int | None,
 ) -> str:
-    """One to `most` calls in the model's notation, behind any text where the mode is `auto`."""
+    """Return a grammar of one to `most` calls in the model's notation, behind any text where the
+    mode is `auto`."""
     mode, most = demand
     begin = f"<[{marker}]>" if marker is not None else lark_literal(form.begin)
     rules = []

@@ -90,7 +90,8 @@ async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
 
 
 async def read_bytes(call: Call, body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """As `decode`, beside the event loop where the body is not small; the call learns its size."""
+    """Decode as `decode` does, beside the event loop where the body is not small; the call learns
+    its size."""
     call.num_body_bytes = len(body)
     return await off_loop(len(body), lambda: decode(body, kind))
 
@@ -238,7 +239,7 @@ def _unknown_in(value: Any, kind: type[msgspec.Struct], path: str) -> Iterator[s
 
 
 def convert_part(data: Any, kind: type[_T], where: str) -> _T:
-    """As `convert`, of what stands at `where` in the body."""
+    """Convert as `convert` does what stands at `where` in the body."""
     try:
         return convert(data, kind)
     except ApiError as error:

@@ -46,7 +46,7 @@ class Cors:
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def headers(self, fields: Mapping[bytes, bytes]) -> Headers:
-        """For any answer to a request with these headers."""
+        """Return the headers of any answer to a request with these headers."""
         if not self._origins:
             return []
         if self._is_for_all:

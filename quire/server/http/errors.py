@@ -79,7 +79,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object, with all four keys."""
+        """Return OpenAI's error object, with all four keys."""
         kind = _OPENAI_TYPES.get(self.status, _TYPES.get(self.status, "server_error"))
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}

@@ -306,7 +306,7 @@ class _TokenHistogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus has them: each with all that is below its bound."""
+        """Return the buckets as Prometheus has them: each with all that is below its bound."""
         return list(
             zip(
                 map(floatToGoString, (*self.bounds, math.inf)), accumulate(self.counts), strict=True
@@ -363,7 +363,7 @@ class _Counts(Collector):
 
 
 def _num_tasks() -> float:
-    """Of the loop that asks; without one, none."""
+    """Return the number of the running loop's tasks; 0 without a loop."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:

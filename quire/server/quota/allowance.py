@@ -39,7 +39,7 @@ class Allowance:
         return max(0.0, amount - self.left(now_s)) * _MINUTE_S / self.per_minute
 
     def headers(self, what: str, now_s: float) -> dict[str, str]:
-        """As OpenAI's API says it: the limit, what remains of it,
+        """Return OpenAI's rate headers: the limit, what remains of it,
         and the time until all of it does."""
         if self.per_minute is None:
             return {}
@@ -52,7 +52,7 @@ class Allowance:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes times: `17ms`, `7.66s`, `6m0s`; never 0 for what is not."""
+    """Return a time as OpenAI writes it: `17ms`, `7.66s`, `6m0s`; never 0 for what is not."""
     milliseconds = -int(-seconds * 1000 // 1)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -324,7 +324,7 @@ class BatchJob:
             task.exception()  # the coroutine that awaited it may be gone
 
     async def _operate(self, operate: Callable[[], _T]) -> _T:
-        """In a thread; where the disk fails, again and again, until it does not."""
+        """Run `work` in a thread; where the disk fails, again and again, until it does not."""
         pause_s, give_up_s = (
             _FIRST_PAUSE_S,
             max(self._deadline_s, time.monotonic() + _LAST_WRITES_S),

@@ -98,7 +98,7 @@ class PreparedChat:
         }
 
     def reader(self) -> ChoiceReader:
-        """Of one choice."""
+        """Return a reader of one choice."""
         return ChoiceReader(
             self.answer_format, shows_reasoning=self.request.include_reasoning is not False
         )
@@ -254,7 +254,7 @@ def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
 
 
 def usage_body(usage: Usage, num_reasoning_tokens: int = 0) -> dict[str, Any]:
-    """OpenAI's `usage`."""
+    """Return OpenAI's `usage`."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
@@ -322,7 +322,7 @@ def _choice(
 
 
 def echoed_text(request: ChatRequest) -> str:
-    """With `echo`, the last message where the answer goes on with it."""
+    """Return, with `echo`, the last message where the answer goes on with it."""
     if not request.echo or not request.messages:
         return ""
     last = for_template(request.messages[-1:])[0]
@@ -392,7 +392,7 @@ class _ChatEvents:
         return opening
 
     def _events(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
-        """Of what is new of a choice; empty if nothing is."""
+        """Return the events of what is new of a choice; empty if nothing is."""
         self._num_tokens += len(completion.token_ids)
         if self._is_plain and completion.finish_reason is None:
             return self._text_event(completion.index, completion.text) if completion.text else b""

@@ -110,7 +110,7 @@ class PreparedCompletion:
         }
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """OpenAI's `usage` so far."""
+        """Return OpenAI's `usage` so far."""
         if self.is_scoring:
             usage.num_output_tokens = 0
         return usage_body(usage)
@@ -206,7 +206,7 @@ class Completions:
         params: SamplingParams,
         prompts: Sequence[tuple[Prompt, list[int]]],
     ) -> tuple[list[GenerationJob], list[str]]:
-        """One job for each prompt and its ids, and the texts that are echoed."""
+        """Return one job for each prompt and its ids, and the texts that are echoed."""
         made = [self._job(body, params, *each) for each in prompts]
         return [job for job, _ in made], [text for _, text in made]
 
@@ -265,7 +265,7 @@ class Completions:
 
 
 def split_prompts(prompt: PromptField, most: int) -> list[Prompt]:
-    """One entry per prompt. Raises ApiError 400 for what is neither text nor token ids,
+    """Return one entry per prompt. Raises ApiError 400 for what is neither text nor token ids,
     and for more than `most` of them."""
     if isinstance(prompt, str):
         return [_nonempty(prompt)]
@@ -370,7 +370,7 @@ class _Echo:
         return prompt_logprobs(self.output.prompt_logprobs)
 
     def tracker(self) -> LogprobTracker | None:
-        """Of one choice's own tokens."""
+        """Return the tracker of one choice's own tokens."""
         count = self.prepared.request.logprobs
         return (
             None
@@ -385,7 +385,7 @@ class _Echo:
         )
 
     def logprobs(self, tokens: Sequence[ScoredToken], *, has_prompt: bool) -> dict[str, Any] | None:
-        """OpenAI's four lists."""
+        """Return OpenAI's four lists."""
         if self.prepared.request.logprobs is None:
             return None
         shown = [*self.tokens, *tokens] if has_prompt else list(tokens)
@@ -453,7 +453,7 @@ class _CompletionEvents:
         return stream_error(error)
 
     def event(self, choice: dict[str, Any], **more: Any) -> bytes:
-        """One choice's."""
+        """Return one choice's event."""
         chunk = {**self._envelope, "choices": [choice], **more}
         if self._has_usage:
             chunk["usage"] = self._usage() if self.has_running_usage else None
@@ -488,7 +488,7 @@ class _ChoiceStreams:
         self._num_tokens = 0
 
     def event(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
-        """Of what is new of a choice; empty if nothing is."""
+        """Return the event of what is new of a choice; empty if nothing is."""
         self._num_tokens += len(completion.token_ids)
         self._events.count(len(completion.token_ids))
         if completion.finish_reason is None:

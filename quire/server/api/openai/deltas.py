@@ -55,7 +55,7 @@ class ChoiceReader:
         return {"content": None if message else "", **message}
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """OpenAI's reasons: a call that was demanded by name ends with `stop`."""
+        """Return OpenAI's reason: a call that was demanded by name ends with `stop`."""
         has_called = (
             self._tools is not None and self._tools.mode != "named" and self._reader.num_calls
         )

@@ -382,7 +382,8 @@ def _file_record(name: str, num_bytes: int, purpose: str) -> Record:
 
 
 def _head(path: Path) -> _RecordHead | None:
-    """Of a record in the folder; None, and a line in the log, where it is none of ours."""
+    """Read the head of a record in the folder; None, and a line in the log, where it is none of
+    ours."""
     try:
         if path.stat().st_size <= MAX_RECORD_BYTES and _ID.match(path.stem):
             head = msgspec.json.decode(path.read_bytes(), type=_RecordHead)

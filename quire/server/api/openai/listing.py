@@ -46,7 +46,7 @@ def page_of(items: Sequence[dict[str, Any]], query: Listing) -> dict[str, Any]:
 
 
 def list_object(shown: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """OpenAI's list object of what is shown."""
+    """Return OpenAI's list object of what is shown."""
     return {
         "object": "list",
         "data": list(shown),

@@ -126,7 +126,7 @@ class LogprobTracker:
         self._num_chars = first_offset
 
     def take(self, completion: CompletionOutput) -> list[ScoredToken]:
-        """One entry for each new token of the sequence."""
+        """Return one entry for each new token of the sequence."""
         if completion.logprobs is None:
             return []
         pairs = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -174,7 +174,7 @@ class LogprobTracker:
 def legacy_logprobs(
     tokens: Sequence[ScoredToken], *, is_first_unknown: bool = False
 ) -> dict[str, Any]:
-    """As legacy completions show them: four lists of equal length."""
+    """Return log-probabilities as legacy completions show them: four lists of equal length."""
     logprobs: list[float | None] = [token.logprob for token in tokens]
     top: list[dict[str, float] | None] = [_legacy_top(token) for token in tokens]
     if is_first_unknown and tokens:
@@ -190,8 +190,8 @@ def legacy_logprobs(
 def prompt_logprobs(
     records: Iterable[LogprobsByToken | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """As vLLM shows them: one map a prompt token, token id to log-probability, rank and text;
-    null first."""
+    """Return log-probabilities as vLLM shows them: one map per prompt token, token id to
+    log-probability, rank and text; null first."""
     if records is None:
         return None
     return [
@@ -206,7 +206,8 @@ def finite(logprob: float) -> float:
 
 
 def _legacy_top(token: ScoredToken) -> dict[str, float]:
-    """By name, the token itself first; of several tokens with the same name the likeliest stays."""
+    """Return log-probabilities by name, the token itself first; of several tokens with the same
+    name the likeliest stays."""
     shown = {token.name: token.logprob}
     for other in token.top:
         shown.setdefault(other.name, other.logprob)

@@ -90,7 +90,7 @@ class ResponseStore:
             )
 
     def get(self, tenant: str, response_id: str, *, param: str = "response_id") -> StoredResponse:
-        """One of the tenant's. Raises ApiError 404 for one that it never had,
+        """Return one of the tenant's responses. Raises ApiError 404 for one that it never had,
         or that was dropped."""
         entry = self._entries.get((tenant, response_id))
         if entry is None:

@@ -435,7 +435,7 @@ def _status(completion: CompletionOutput) -> str:
 def _body(
     prepared: _PreparedResponse, status: str, usage: dict[str, Any] | None, output: Sequence[Item]
 ) -> dict[str, Any]:
-    """OpenAI's response object."""
+    """Return OpenAI's response object."""
     request, params = prepared.request, prepared.job.params
     return {
         **({} if request.user is None else {"user": request.user}),
