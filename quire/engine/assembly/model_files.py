@@ -134,17 +134,17 @@ def _find(config: EngineConfig) -> ModelFiles:
 
 
 def _gguf_file(path: Path, config: EngineConfig) -> Path | None:
-    """Return the GGUF file that MODEL names: itself, or the only one of a folder that is asked
-    for or has no config.json."""
+    """Return the GGUF file that MODEL names: itself, or the only one of a folder that
+    `load_format` requests, or that has no config.json."""
     if path.suffix == ".gguf" and is_file(path):
         if config.load_format == "dummy":
             raise ConfigError(
                 "load_format='dummy' makes up the weights of a config.json; a GGUF file has its own"
             )
         return path
-    is_asked_for = config.load_format == "gguf"
-    if not is_folder(path) or (not is_asked_for and is_file(path / "config.json")):
-        if is_asked_for:
+    is_requested = config.load_format == "gguf"
+    if not is_folder(path) or (not is_requested and is_file(path / "config.json")):
+        if is_requested:
             raise ModelNotFoundError(
                 f"model={config.model!r}: no such GGUF file, or folder that holds one"
             )
@@ -157,6 +157,6 @@ def _gguf_file(path: Path, config: EngineConfig) -> Path | None:
         raise ModelNotFoundError(
             f"model={config.model!r} holds {len(files)} GGUF files; name one of them: {names}"
         )
-    if is_asked_for:
+    if is_requested:
         raise ModelNotFoundError(f"model={config.model!r} holds no .gguf file")
     return None

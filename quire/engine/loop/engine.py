@@ -188,8 +188,8 @@ class Engine(StepLoop):
         return lost
 
     def step(self) -> list[Output]:
-        """Run one step; returns an output for every request that something happened to, as each
-        asked for it.
+        """Run one step; returns an output for every request that something happened to, in the kind
+        that it wants.
 
         Never raises for a bug or a broken executor: each affected request gets an output with an
         error.
