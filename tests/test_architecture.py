@@ -162,12 +162,12 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_100, "csrc": 10_300, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_400,
-    "quire/common": 1_100, "quire/config": 1_000, "quire/core": 5_500, "quire/engine": 8_400,
-    "quire/executor": 500, "quire/grammar": 1_500, "quire/kernels": 7_700, "quire/models": 1_800,
+    "benchmarks": 6_300, "csrc": 10_300, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_400,
+    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_400, "quire/engine": 8_500,
+    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 7_700, "quire/models": 1_800,
     "quire/nn": 400, "quire/observe": 200, "quire/program": 500, "quire/quant": 1_900,
-    "quire/sampling": 1_300, "quire/server": 12_500, "quire/sim": 1_100, "quire/text": 4_100,
-    "quire/utils": 100, "quire/weights": 1_800, "quire/worker": 1_500,
+    "quire/sampling": 1_300, "quire/server": 12_500, "quire/sim": 1_200, "quire/text": 4_100,
+    "quire/utils": 100, "quire/weights": 1_800, "quire/worker": 1_600,
 }  # fmt: skip
 
 

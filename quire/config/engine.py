@@ -15,6 +15,7 @@ from typing import Any, Self
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.config.foreign import translate
 from quire.config.limits import POLICIES
+from quire.config.speculation import SpeculationConfig
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -209,7 +210,11 @@ class EngineConfig:
     )
     tensor_parallel_size: int = _option(1, "not available yet beyond 1")
     pipeline_parallel_size: int = _option(1, "not available yet beyond 1")
-    speculative: str | None = _option(None, "not available yet")
+    speculative_config: Mapping[str, Any] | None = _option(
+        None,
+        "draft tokens and compute several of a sequence at once, with the same answers: "
+        '{"method": "suffix"}, and more keys of vLLM\'s',
+    )
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
@@ -316,9 +321,19 @@ class EngineConfig:
                 "chunked prefill, or leave the target out"
             )
 
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """`speculative_config`, judged; None where nothing is drafted."""
+        given = self.speculative_config
+        return None if given is None else SpeculationConfig.from_mapping(given)
+
     def _check_available(self) -> None:
+        if self.speculation is not None and not self.batch_invariant:
+            raise ConfigError(
+                "speculative_config needs batch_invariant: without it, a draft could change an "
+                "answer; leave one of them out"
+            )
         for name, only in (
-            ("speculative", None),
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),
         ):

@@ -163,9 +163,8 @@ _TABLE: tuple[ForeignOption, ...] = (
         fully_sharded_loras=False,
     ),
     *_absent(
-        "leave it out: answers are the same, only slower",
+        'give speculative_config={"method": "suffix"}',
         {},
-        speculative_config=None,
         speculative_model=None,
         num_speculative_tokens=None,
     ),

@@ -8,7 +8,9 @@ a plan in this order: `removed_rows`, `new_rows`, `appended_tokens`, `replaced_b
 `appended_blocks`, `copies`, and then computes `work`.
 
 A token sampled for a row is appended to that row by the worker itself, so that the next step does
-not have to wait until the token has travelled up and down again.
+not have to wait until the token has travelled up and down again. As a rule that is one token; where
+tokens beyond the known ones were computed and turned out to be right, it is these and one more: a
+row that has computed all its tokens knows one more than it has computed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from quire.core.grammars import Grammar
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 NOT_FINITE = (
     "the model computed numbers that are not finite (NaN or infinity) for this sequence; it "
     "cannot go on"
@@ -148,6 +150,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Sample the token after the last known one, and after each of some that may come next: as long
+    as those are what was sampled.
+
+    The work ends with `token_ids`, which the row does not know. What is sampled is what would have
+    been sampled one token at a time; all of it is appended to the row.
+    """
+
+    token_ids: tuple[int, ...]
+
+    def num_wanted(self, num_tokens: int) -> int:
+        return len(self.token_ids) + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """Report the best tokens of the last computed position with their log-probabilities,
     and sample none."""
@@ -192,6 +209,11 @@ class RowWork(NamedTuple):
         for task in self.tasks:
             num_wanted = max(num_wanted, task.num_wanted(self.num_tokens))
         return num_wanted
+
+    @property
+    def num_ahead(self) -> int:
+        """Its last tokens, which the row does not know: its tasks bring them."""
+        return sum(len(task.token_ids) for task in self.tasks if isinstance(task, Verify))
 
     @property
     def num_samples(self) -> int:
@@ -263,7 +285,7 @@ class WorkResult(NamedTuple):
     """What came of the tasks of one `RowWork`."""
 
     token_ids: tuple[int, ...] = ()
-    """Of `Sample`."""
+    """Of `Sample`, or of `Verify`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per sampled token where the row reports them; of `Candidates` one,
     whose alternatives are the candidates."""
@@ -272,6 +294,9 @@ class WorkResult(NamedTuple):
     error: str | None = None
     """Set where this row alone failed (non-finite logits, a processor that raised);
     the other fields are then empty."""
+    num_rejected: int = 0
+    """Of the work's last tokens, those that are not the row's: their keys and values are void, and
+    so are its blocks that hold no others, on both sides of the seam."""
 
     def join(self, other: WorkResult) -> WorkResult:
         """Put together what came of different tasks of one row; an error stands for all of them."""
@@ -281,6 +306,7 @@ class WorkResult(NamedTuple):
             self.token_ids + other.token_ids,
             self.logprobs + other.logprobs,
             self.prompt_logprobs + other.prompt_logprobs,
+            num_rejected=self.num_rejected + other.num_rejected,
         )
 
 

@@ -70,6 +70,10 @@ class RequestMetrics:
     None where it never was refused."""
     num_waited_steps: int = 0
     """Steps that were planned without it before its first."""
+    num_accepted_tokens: int = 0
+    """Output tokens that were drafted, and computed together with those before them."""
+    num_rejected_tokens: int = 0
+    """Draft tokens that were computed in vain."""
     detokenize_s: float = 0.0
     """Time spent on making text of its tokens."""
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from quire.common.seeds import derive_seed, mix64
 from quire.core.plan import (
+    ONE_SAMPLE,
     Candidates,
     RowSampling,
     RowWork,
@@ -30,6 +31,7 @@ from quire.core.plan import (
     StepResult,
     Task,
     TokenLogprobs,
+    Verify,
     WorkResult,
 )
 from quire.errors import InvalidParameterError
@@ -129,6 +131,7 @@ class NullExecutor:
         self._script = script
         self._outlets: dict[type[Task], Callable[[RowWork, Any], WorkResult]] = {
             Sample: self._sample,
+            Verify: self._verify,
             Candidates: self._report_candidates,
             ScorePrompt: self._score_prompt,
         }
@@ -146,6 +149,7 @@ class NullExecutor:
         self.num_steps += 1
         self.companions.begin(plan)
         self.rows.apply(plan)
+        self.rows.write_ahead(plan.work)
         if self._script is not None:
             results = tuple(self._dictate(work) for work in plan.work)
         else:
@@ -155,7 +159,7 @@ class NullExecutor:
             results = tuple(self._compute(work) for work in plan.work)
         for work, result in zip(plan.work, results, strict=True):
             if result.token_ids:
-                self.rows.append_token(work.row, result.token_ids[0])
+                self.rows.append_result(work, result)
         return StepResult(
             plan.step_id, results, time.perf_counter() - started, self.companions.take_news(plan)
         )
@@ -184,6 +188,8 @@ class NullExecutor:
         assert self._script is not None
         if not work.tasks:
             return WorkResult()
+        if isinstance(work.tasks[0], Verify):
+            return self._verify(work, work.tasks[0])
         return WorkResult(
             (self._script(self.rows.names[work.row], work.start + work.num_tokens),)
             * work.num_samples
@@ -200,7 +206,8 @@ class NullExecutor:
 
     def _write(self, work: RowWork) -> None:
         end = work.start + work.num_tokens
-        assert end <= self.rows.num_tokens[work.row], "work beyond the tokens the row knows"
+        known = self.rows.num_tokens[work.row] + work.num_ahead
+        assert end <= known, "work beyond the tokens the row knows"
         assert end <= self.rows.num_blocks[work.row] * self.rows.block_size, (
             "work beyond the row's blocks"
         )
@@ -209,7 +216,9 @@ class NullExecutor:
             history = _EMPTY_HISTORY
         else:
             history, slots = int(self._slot_histories[slots[0]]), slots[1:]
-        for slot, token_id in zip(slots, self.rows.tokens(work.row)[work.start : end], strict=True):
+        for slot, token_id in zip(
+            slots, self.rows.token_ids[work.row, work.start : end], strict=True
+        ):
             history = extend_history(history, int(token_id))
             self._slot_tokens[slot], self._slot_histories[slot] = token_id, history
 
@@ -230,6 +239,21 @@ class NullExecutor:
         return WorkResult(
             token_ids,
             tuple(null_logprobs(logits, each, sampling.num_logprobs) for each in token_ids),
+        )
+
+    def _verify(self, work: RowWork, task: Verify) -> WorkResult:
+        """One token after the other, until one differs from what it was to be."""
+        run: list[WorkResult] = []
+        for place, draft in enumerate((*task.token_ids, None)):
+            known = work.num_tokens - len(task.token_ids) + place
+            one = RowWork(work.row, work.start, known, ONE_SAMPLE)
+            run.append(self._compute(one) if self._script is None else self._dictate(one))
+            if run[-1].token_ids[0] != draft:
+                break
+        return WorkResult(
+            tuple(one.token_ids[0] for one in run),
+            tuple(record for one in run for record in one.logprobs),
+            num_rejected=len(task.token_ids) + 1 - len(run),
         )
 
     def _report_candidates(self, work: RowWork, task: Candidates) -> WorkResult:

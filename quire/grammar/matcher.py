@@ -7,6 +7,8 @@ preemption, on another engine, in a fork) and taken back where a row has fewer t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,14 @@ class Matcher:
                 f"({self._native.stop_reason()})"
             )
         return np.unpackbits(bits, count=self._num_tokens, bitorder="little").view(np.bool_)
+
+    def num_valid(
+        self, output_token_ids: NDArray[np.integer[Any]], token_ids: Sequence[int]
+    ) -> int:
+        """How many of `token_ids`, one after the other, may follow the output."""
+        self._go_to(output_token_ids)
+        known = list(takewhile(self._num_tokens.__gt__, token_ids))
+        return int(self._native.validate_tokens(known))
 
     def _go_to(self, token_ids: NDArray[np.integer[Any]]) -> None:
         known = self._token_ids

@@ -178,6 +178,15 @@ class RowEditor:
             elif allowed is not None:
                 _forbid(logits[i], allowed)
 
+    def num_possible(self, row: SampledRow, token_ids: Sequence[int]) -> int:
+        """How many of some tokens, one after the other, the row's grammar lets pass; 0 where that
+        cannot be said."""
+        try:
+            matcher = self._matchers.of(row.row, row.sampling)
+            return matcher.num_valid(np.asarray(row.output_token_ids, np.int64), token_ids)
+        except RequestError:  # told where the row is edited
+            return 0
+
     def _allowed(self, row: SampledRow) -> NDArray[np.bool_]:
         return self._matchers.of(row.row, row.sampling).allowed(
             np.asarray(row.output_token_ids, np.int64)

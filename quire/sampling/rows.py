@@ -36,5 +36,5 @@ class SampledRow(NamedTuple):
     """Where above 0, beam search: this many best tokens are reported instead,
     and nothing is drawn."""
     row: int = 0
-    """Its row in the worker's batch, by which state is kept between steps:
-    rows of one batch have different ones."""
+    """Its row in the worker's batch, by which state is kept between steps. Those of one batch with
+    the same are positions of one sequence, in order: their outputs go on from each other."""

@@ -95,6 +95,10 @@ class Sampler:
             self._report(surface, plain, rows, outcomes)
         return [_result(outcome) for outcome in outcomes]
 
+    def num_possible(self, row: SampledRow, token_ids: Sequence[int]) -> int:
+        """How many of some tokens, one after the other, may be sampled for a row with a grammar."""
+        return self._editor.num_possible(row, token_ids)
+
     def prompt_logprobs(
         self, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
     ) -> tuple[TokenLogprobs, ...]:

@@ -8,15 +8,19 @@ engine, in a fork).
 
 from __future__ import annotations
 
+from collections import deque
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.plan import ANY_STATE, ThinkingBudget, ThinkTagTokens
 from quire.sampling.rows import TokenIds
 
 _BEFORE, _WITHIN, _BEHIND = "before", "within", "behind"
 _NOWHERE = -1
+_MAX_PAST = 64
+"""More than a step drafts."""
 
 
 class ThinkingWatch:
@@ -34,19 +38,32 @@ class ThinkingWatch:
         self._num_spent = 0
         self._num_seen = 0
         self._last = _NOWHERE
+        self._past: deque[tuple[str, int, int, int, int]] = deque(maxlen=_MAX_PAST)
+        """The fields above behind each of the last tokens, but the very last."""
 
     def forced(self, output_token_ids: TokenIds) -> int | None:
         """Return the token that must come now; None where any may."""
         token_ids = np.asarray(output_token_ids, np.int64)
-        seen = self._num_seen
-        if seen > len(token_ids) or (seen and token_ids[seen - 1] != self._last):
-            self._start_over()
+        while not self._is_at(token_ids):
+            if not self._past:
+                self._start_over()
+                break
+            state = self._past.pop()
+            self._where, self._state, self._num_spent, self._num_seen, self._last = state
         for token_id in token_ids[self._num_seen :].tolist():
+            self._past.append(
+                (self._where, self._state, self._num_spent, self._num_seen, self._last)
+            )
             self._take(token_id)
             self._last = token_id
-        self._num_seen = len(token_ids)
+            self._num_seen += 1
         is_spent = self._where is _WITHIN and self._num_spent >= self._budget.max_tokens
         return self._budget.marks.end_token_ids[self._state] if is_spent else None
+
+    def _is_at(self, token_ids: NDArray[np.int64]) -> bool:
+        """Whether these tokens go on from where it stands, not from before (rejected drafts)."""
+        seen = self._num_seen
+        return not seen or (seen <= len(token_ids) and token_ids[seen - 1] == self._last)
 
     def _take(self, token_id: int) -> None:
         marks = self._budget.marks

@@ -20,8 +20,10 @@ from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.core.scheduler.preemption import Preemption
 from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.core.speculation.speculator import Speculator
 from quire.errors import PromptTooLongError
 from quire.executor.null import NullExecutor
+from quire.sim.drafts import OracleDrafter
 from quire.sim.faults import FaultInjector
 from quire.sim.oracle import Oracle
 from quire.sim.scenario import VOCAB_SIZE, Scenario, can_serve
@@ -74,12 +76,16 @@ class Simulation:
         scenario: Scenario,
         *,
         is_overlapped: bool = False,
+        draft_chance: float | None = None,
         is_audited: bool = True,
         sabotage: Sabotage | None = None,
     ) -> None:
         self.scenario = scenario
+        self.oracle = Oracle(scenario.seed, VOCAB_SIZE)
         self.scheduler = _WatchedScheduler(
-            scenario.limits, pace=None if scenario.pace is None else scenario.pace.build()
+            scenario.limits,
+            pace=None if scenario.pace is None else scenario.pace.build(),
+            look_ahead=None if draft_chance is None else self._speculator(draft_chance),
         )
         if scenario.hash == "colliding":
             self.scheduler.manager.index = PrefixIndex(
@@ -93,7 +99,6 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             key=scenario.seed,
         )
-        self.oracle = Oracle(scenario.seed, VOCAB_SIZE)
         self.outcome = Outcome()
         self.requests: list[tuple[RequestSpec, Request]] = []
         self._is_overlapped = is_overlapped
@@ -107,6 +112,10 @@ class Simulation:
         self._logprobs: dict[Sequence, list[TokenLogprobs]] = {}
         if sabotage is not None:
             sabotage(self.scheduler)
+
+    def _speculator(self, chance: float) -> Speculator:
+        random = Random(self.scenario.seed ^ 0xD4AF)
+        return Speculator(OracleDrafter(self.oracle, random, chance), random.randint(1, 8))
 
     def run(self) -> Outcome:
         """Run to the end. Raises `SimulationError` where anything is not as it must be."""

@@ -99,6 +99,8 @@ def gather(
     sequence_rows = np.array(row_ids, np.int64)
     query_start = [0, *itertools.accumulate(counts)]
     max_query_len = max(counts)
+    if max_query_len > 1:
+        rows.write_ahead(work)
     if max_query_len == 1:  # decodes only, the usual step
         token_rows, positions = sequence_rows, np.array(starts, np.int64)
     else:

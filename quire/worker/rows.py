@@ -7,11 +7,13 @@ requests, and no tensors: the null executor uses it as the real worker does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.numbers import ceil_div
-from quire.core.plan import NewRow, RowSampling, StepPlan
+from quire.core.plan import NewRow, RowSampling, RowWork, StepPlan, Verify, WorkResult
 
 Int32Array = NDArray[np.int32]
 
@@ -56,6 +58,27 @@ class RowTable:
             self.token_ids = _widened(self.token_ids, place + 1)
         self.token_ids[row, place] = token_id
         self.num_tokens[row] = place + 1
+
+    def append_result(self, work: RowWork, result: WorkResult) -> None:
+        """Add what was sampled after the work's tokens, as far as those count; blocks that hold
+        others alone are the row's no more."""
+        row = work.row
+        end = work.start + work.num_tokens - result.num_rejected
+        if result.num_rejected:
+            self.num_blocks[row] = ceil_div(end, self.block_size)
+        for token_id in result.token_ids[: end + 1 - int(self.num_tokens[row])]:
+            self.append_token(row, token_id)
+
+    def write_ahead(self, work: Sequence[RowWork]) -> None:
+        """Put the tokens that tasks bring where they are to be computed, behind the known ones,
+        whose number stays."""
+        for item in work:
+            for task in item.tasks:
+                if isinstance(task, Verify):
+                    end = item.start + item.num_tokens
+                    if end > self.token_ids.shape[1]:
+                        self.token_ids = _widened(self.token_ids, end)
+                    self.token_ids[item.row, end - len(task.token_ids) : end] = task.token_ids
 
     def append_unread(self, row: int) -> None:
         """Add a token that was sampled but is on the device alone: -1 - row stands for it (see

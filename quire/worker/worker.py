@@ -118,7 +118,10 @@ class Worker:
 
     def _launch_known(self, work: Sequence[RowWork]) -> Outcome:
         """Compute what can be: not beyond the tokens that a row has."""
-        known = [item.start + item.num_tokens <= self.rows.num_tokens[item.row] for item in work]
+        num_tokens = self.rows.num_tokens
+        known = [
+            item.start + item.num_tokens - item.num_ahead <= num_tokens[item.row] for item in work
+        ]
         outcome = self._launch_contained(
             [item for item, is_known in zip(work, known, strict=True) if is_known]
         )
@@ -167,7 +170,7 @@ class Worker:
         results = self._results(hidden)
         for item, result in zip(work, results, strict=True):
             if result.token_ids:
-                self.rows.append_token(item.row, result.token_ids[0])
+                self.rows.append_result(item, result)
             self._has_failed |= result.error is not None
         return lambda: results
 
@@ -184,7 +187,7 @@ class Worker:
         kernels, places = self.model.kernels, range(len(hidden.work))
         is_sound = [True] * len(places)
         if not kernels.is_finite(hidden.states):
-            is_sound = _sound_rows(kernels.finite_rows(hidden.states).cpu(), hidden.query_start)
+            is_sound = _sound_rows(kernels.finite_rows(hidden.states).cpu(), hidden)
         results = [_NOTHING if each else _FAILED for each in is_sound]
         for outlet, batch in batches(self.outlets, hidden, compress(places, is_sound)):
             for place, result in zip(batch.places, outlet.launch(batch), strict=True):
@@ -219,7 +222,7 @@ class Worker:
 
         def results() -> list[WorkResult]:
             is_finite, *chosen = arrival()
-            is_sound = _sound_rows(is_finite, hidden.query_start)
+            is_sound = _sound_rows(is_finite, hidden)
             found = [_NOTHING if each else _FAILED for each in is_sound]
             for place, result in zip(places, unread.results(chosen), strict=True):
                 found[place] = result if is_sound[place] else found[place]
@@ -228,7 +231,11 @@ class Worker:
         return results
 
 
-def _sound_rows(is_finite: Tensor, query_start: Sequence[int]) -> list[bool]:
-    """Return for each work whether all its tokens' hidden states are finite."""
-    is_sound: list[bool] = np.logical_and.reduceat(is_finite.numpy(), query_start[:-1]).tolist()
+def _sound_rows(is_finite: Tensor, hidden: HiddenStates) -> list[bool]:
+    """Return for each work whether the hidden states of all tokens that its row knows are finite.
+    Those of further ones are judged with what is sampled there."""
+    is_good = is_finite.numpy().copy()
+    for item, end in zip(hidden.work, hidden.query_start[1:], strict=True):
+        is_good[end - item.num_ahead : end] = True
+    is_sound: list[bool] = np.logical_and.reduceat(is_good, hidden.query_start[:-1]).tolist()
     return is_sound

@@ -472,8 +472,8 @@ Call = Callable[[LLM], object]
         ),
         (lambda llm: LLM(MODEL, runner="pooling"), "runner='pooling' is not available"),
         (
-            lambda llm: LLM(MODEL, speculative_config={"model": "x"}),
-            "speculative_config={'model': 'x'} is not available",
+            lambda llm: LLM(MODEL, speculative_config={"method": "eagle3", "model": "x"}),
+            "speculative_config: method 'eagle3' is not available",
         ),
         (lambda llm: LLM(MODEL, enable_lora=True), "enable_lora=True is not available"),
         (lambda llm: LLM(MODEL, enable_sleep_mode=True), "enable_sleep_mode=True is not available"),

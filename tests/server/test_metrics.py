@@ -15,6 +15,9 @@ from quire.config.api import ApiConfig
 from quire.errors import ConfigError
 
 NAMES = (
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",

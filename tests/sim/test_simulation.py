@@ -39,6 +39,19 @@ def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool
     assert num_ahead > num_steps // 2, "too few steps are planned ahead to say anything"
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.6, 0.95])
+@pytest.mark.timeout(600)
+def test_answers_are_the_oracles_where_tokens_are_guessed(chance: float) -> None:
+    num_guessed = num_right = 0
+    for seed in range(_NUM_SEEDS // 8):
+        scenario = make_scenario(seed, is_liveness=seed % 3 == 0)
+        simulation = Simulation(scenario, is_overlapped=seed % 2 == 0, draft_chance=chance)
+        simulation.run()
+        num_guessed += simulation.scheduler.stats.num_run_tokens
+        num_right += sum(simulation.scheduler.stats.num_right_by_place)
+    assert num_guessed > _NUM_SEEDS and num_right > 0.8 * chance**4 * num_guessed
+
+
 @pytest.mark.parametrize("seed", _PAST_SEEDS)
 @pytest.mark.parametrize("is_liveness", [False, True])
 def test_seeds_that_once_failed(seed: int, is_liveness: bool) -> None:

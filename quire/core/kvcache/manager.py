@@ -184,6 +184,15 @@ class KVCacheManager:
         self.num_unused_slots += len(appended) * self.block_size
         return TableChange(appended, index, copy)
 
+    def retract(self, table: BlockTable, end: int) -> None:
+        """Void the slots from position `end` on, and give back the blocks that hold no token then:
+        the last ones, which are the table's own."""
+        self.num_unused_slots += table.num_filled - end
+        table.num_filled = end
+        while len(table.blocks) > self.num_blocks_for(end):
+            self.pool.release(table.blocks.pop(), cached=False)
+            self.num_unused_slots -= self.block_size
+
     def publish(
         self, table: BlockTable, keys: ChainKeys, token_ids: Sequence[int], num_computed: int
     ) -> list[int]:

@@ -64,7 +64,10 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             f"{sequence.name}: {work.num_tokens} tokens from {work.start} on, but {computed} "
             "computed"
         )
-        assert end <= known, f"{sequence.name}: work beyond the known tokens"
+        assert end <= known + work.num_ahead, f"{sequence.name}: work beyond the known tokens"
+        assert end < len(sequence.request.prompt_token_ids) + sequence.request.max_tokens, (
+            f"{sequence.name}: work beyond the last token"
+        )
         assert sequence.num_reserved >= 0 and end <= len(sequence.table.blocks) * size, (
             f"{sequence.name}: no slots"
         )

@@ -36,6 +36,7 @@ _EFFICIENT_FIXED_PARTS = 8.0
 AMX, where a step reads weights for 45 ms: 6.0 s in steps of 200 ms, 4.5 s with a budget of 256
 tokens, whose steps take 330 ms.
 """
+_MEASURED_EVERY = 8
 _QUEUED_DECODES = 2.0
 """Requests of 128 tokens in and 64 out bring two tokens of prompts for each token that is decoded;
 with less time for prompts the queue grows.
@@ -58,6 +59,8 @@ class StepPace:
     ) -> None:
         assert target_s > 0.0 and quantum >= 1
         self.model = model
+        self.is_bounding = math.isfinite(target_s)
+        """Whether steps are bounded; else they are only measured."""
         self.target_s = target_s
         self.quantum = quantum
         self._last_end_s = -math.inf
@@ -84,6 +87,15 @@ class StepPace:
         """Return how long a step will take."""
         counted = work_of(work)
         return Forecast(counted, self.model.seconds(counted))
+
+    def measures(self, step_id: int) -> bool:
+        """Whether a step is to be measured: each where steps are bounded, else some of them, since
+        it takes tens of microseconds."""
+        return self.is_bounding or step_id % _MEASURED_EVERY == 0
+
+    def pass_by(self, now: float) -> None:
+        """A step that is not measured was taken in."""
+        self._last_end_s = now
 
     def measure(self, forecast: Forecast, elapsed_s: float, now: float) -> float:
         """Learn from a step that was taken in at `now`, `elapsed_s` after it was launched; returns

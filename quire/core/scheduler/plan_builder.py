@@ -34,6 +34,11 @@ class PlanBuilder:
         self._blocks: list[AppendedBlocks] = []
         self._replaced: list[ReplacedBlock] = []
 
+    @property
+    def has_entered(self) -> bool:
+        """Whether a sequence takes a row in the next plan."""
+        return bool(self._new)
+
     def open(self, num_tokens: int) -> None:
         """Begin a step of at most `num_tokens` tokens."""
         self.num_tokens_left = num_tokens
@@ -92,6 +97,23 @@ class PlanBuilder:
         )
         sequence.num_planned += 1
         self.num_tokens_left -= 1
+
+    def lengthen(
+        self,
+        place: int,
+        sequence: Sequence,
+        change: TableChange,
+        count: int,
+        tasks: tuple[Task, ...],
+    ) -> None:
+        """Have the work at a place compute `count` tokens more, and do other tasks."""
+        row, start, num_tokens, _ = self.work[place]
+        assert change.copy is None, "the block before is not the row's own"
+        self.work[place] = RowWork(row, start, num_tokens + count, tasks)
+        if change.appended:
+            self._blocks.append(AppendedBlocks(row, change.appended))
+        sequence.num_planned += count
+        self.num_tokens_left -= count
 
     def close(self, step_id: int, orders: dict[str, tuple[Record, ...]]) -> StepPlan:
         """Return the finished plan; the builder is empty again."""

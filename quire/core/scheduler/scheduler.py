@@ -37,6 +37,7 @@ from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.core.scheduler.admission import Admission
 from quire.core.scheduler.flight import Flight
+from quire.core.scheduler.look_ahead import LookAhead, OpenStep
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.plan_builder import PlanBuilder
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
@@ -82,11 +83,13 @@ class Scheduler:
         prerequisites: Iterable[Prerequisite] = (),
         digest_key: bytes = b"",
         pace: StepPace | None = None,
+        look_ahead: LookAhead | None = None,
     ) -> None:
         """`resources` are scarce things besides rows and blocks;
         of each of `prerequisites` the worker has the other half."""
         self.limits = limits
-        self.pace = pace if limits.enable_chunked_prefill else None
+        self.pace = pace
+        self.look_ahead = look_ahead
         self.manager = KVCacheManager(
             limits.num_blocks,
             limits.block_size,
@@ -105,7 +108,8 @@ class Scheduler:
         self._num_arrivals = 0
         self._step_id = 0
         self._builder = PlanBuilder()
-        self._prompts = PromptRoom(limits, self._builder, self.pace)
+        is_bound = pace is not None and pace.is_bounding and limits.enable_chunked_prefill
+        self._prompts = PromptRoom(limits, self._builder, pace if is_bound else None)
         self._planned: list[Sequence] = []
         self.flights: deque[Flight] = deque()
         """Steps in flight, the oldest first: one, or two where steps are planned ahead."""
@@ -201,6 +205,8 @@ class Scheduler:
         """Decide the step after the one in flight; None where everyone has to
         wait for what that one gives."""
         assert len(self.flights) == 1, f"a step is planned ahead with {len(self.flights)} in flight"
+        if self.look_ahead is not None and self.look_ahead.needs_tokens:
+            return None
         self._decide(now)
         if self._builder.work:
             return self._close()
@@ -220,13 +226,22 @@ class Scheduler:
             self._schedule_decodes()
         if not self._builder.work and not self.flights:
             self._break_stall()
+        if self.look_ahead is not None and self._builder.work:
+            step = OpenStep(
+                self._step_id, self.limits, self._builder, self.blocks, self._planned,
+                len(self.running),
+            )  # fmt: skip
+            self.look_ahead.extend(step)
 
     def _close(self) -> StepPlan:
         """Return the plan for what was decided; it is in flight from now on."""
         self._builder.copies.extend(self.blocks.take_copies())
         plan = self._builder.close(self._step_id, self.admission.take_orders(self._now))
         planned, self._planned = self._planned, []
-        forecast = None if self.pace is None else self.pace.forecast(plan.work)
+        pace, look_ahead = self.pace, self.look_ahead
+        is_extended = look_ahead is not None and look_ahead.needs_tokens
+        is_measured = pace is not None and (is_extended or pace.measures(self._step_id))
+        forecast = pace.forecast(plan.work) if pace is not None and is_measured else None
         self.flights.append(Flight(self._step_id, planned, forecast))
         self.waiting.charge(zip(planned, plan.work, strict=True))
         num_tokens = self.limits.max_num_batched_tokens - self._builder.num_tokens_left
@@ -240,11 +255,15 @@ class Scheduler:
         assert plan.step_id == result.step_id == flight.step_id and len(result.results) == len(
             plan.work
         )
+        if self.pace is not None and flight.forecast is None:
+            self.pace.pass_by(now)
         # a lost step took no time
-        if self.pace is not None and flight.forecast is not None and result.elapsed_s > 0.0:
-            self.stats.count_duration(
-                flight.forecast.seconds, self.pace.measure(flight.forecast, result.elapsed_s, now)
-            )
+        elif self.pace is not None and flight.forecast is not None and result.elapsed_s > 0.0:
+            predicted_s = flight.forecast.seconds
+            measured_s = self.pace.measure(flight.forecast, result.elapsed_s, now)
+            self.stats.count_duration(predicted_s, measured_s)
+            if self.look_ahead is not None:
+                self.look_ahead.measured(flight.step_id, predicted_s, measured_s)
         self._now, self._progress = now, []
         gone, add_progress, num_plain = flight.gone, self._progress.append, 0
         for sequence, work, outcome in zip(
@@ -275,21 +294,13 @@ class Scheduler:
         if outcome.error is not None:
             self.fail(sequence.request.request_id, outcome.error)
             return
-        sequence.num_computed = work.start + work.num_tokens
         try:
             if outcome.prompt_logprobs:
                 sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
-            if sequence.num_computed >= (sequence.table.num_chained + 1) * self.limits.block_size:
-                self._publish(sequence)
-                self.admission.num_prefill_publications += work.num_tokens > 1
-            if sequence.num_computed == len(sequence.token_ids):
-                sequence.request.strategy.absorb(self, sequence, outcome)
-                if (
-                    sequence.status is _RUNNING
-                    and sequence.request.strategy.is_plain
-                    and sequence.watch is None
-                ):
-                    sequence.fast_update_end = self._fast_update_end(sequence)
+            if work.num_ahead:
+                self._take_in_run(sequence, work, outcome)
+            else:
+                self._take_in_computed(sequence, work.start + work.num_tokens, outcome)
         except Exception as error:
             log_failure(
                 logger, f"request {sequence.name} failed while its step was taken in", error
@@ -298,6 +309,33 @@ class Scheduler:
                 sequence.request.request_id,
                 f"the step could not be taken in: {type(error).__name__}",
             )
+
+    def _take_in_run(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
+        """Several tokens, one after the other, as if each were of a step of its own."""
+        num_known, num_right = len(sequence.token_ids), len(outcome.token_ids) - 1
+        self.stats.count_run(work.num_ahead, num_right)
+        sequence.request.metrics.num_accepted_tokens += num_right
+        sequence.request.metrics.num_rejected_tokens += work.num_ahead - num_right
+        self.manager.retract(sequence.table, work.start + work.num_tokens - outcome.num_rejected)
+        for place, token_id in enumerate(outcome.token_ids):
+            sequence.num_planned = num_known + place
+            one = WorkResult((token_id,), outcome.logprobs[place : place + 1])
+            self._take_in_computed(sequence, num_known + place, one)
+            if sequence.status is not _RUNNING:
+                break
+
+    def _take_in_computed(self, sequence: Sequence, num: int, outcome: WorkResult) -> None:
+        """So many of a sequence's tokens are computed by now."""
+        num_new, sequence.num_computed = num - sequence.num_computed, num
+        if num >= (sequence.table.num_chained + 1) * self.limits.block_size:
+            self._publish(sequence)
+            self.admission.num_prefill_publications += num_new > 1
+        if num < len(sequence.token_ids):
+            return
+        strategy = sequence.request.strategy
+        strategy.absorb(self, sequence, outcome)
+        if sequence.status is _RUNNING and strategy.is_plain and sequence.watch is None:
+            sequence.fast_update_end = self._fast_update_end(sequence)
 
     def _fast_update_end(self, sequence: Sequence) -> int:
         """Return computed tokens at the next outcome of which more comes than a token: a full
@@ -372,6 +410,8 @@ class Scheduler:
         self._leave(sequence)
         sequence.status = _FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if self.look_ahead is not None:
+            self.look_ahead.end(sequence)
         self._progress.append(Progress(sequence, None, None))
         request = sequence.request
         if request.is_finished:

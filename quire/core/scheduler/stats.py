@@ -40,6 +40,12 @@ class SchedulerStats:
     measured_s: float = 0.0
     misjudged_s: float = 0.0
     """Amounts by which predictions were off."""
+    num_runs: int = 0
+    """Pieces of work with tokens beyond the known ones."""
+    num_run_tokens: int = 0
+    """Those tokens."""
+    num_right_by_place: list[int] = field(default_factory=list)
+    """By their place behind the known ones: those that were right."""
     peak_num_blocks: int = 0
     peak_num_running: int = 0
     allocated_slot_steps: int = 0
@@ -62,6 +68,14 @@ class SchedulerStats:
         self.peak_num_running = max(self.peak_num_running, num_running)
         self.allocated_slot_steps += num_used * manager.block_size
         self.unused_slot_steps += manager.num_unused_slots
+
+    def count_run(self, num_tokens: int, num_right: int) -> None:
+        self.num_runs += 1
+        self.num_run_tokens += num_tokens
+        by_place = self.num_right_by_place
+        by_place.extend([0] * (num_tokens - len(by_place)))
+        for place in range(num_right):
+            by_place[place] += 1
 
     def count_duration(self, predicted_s: float, measured_s: float) -> None:
         place = max(0, math.ceil(math.log2(max(measured_s, 1e-3) * 1e3)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,9 @@ from quire.common.file_states import States, check_unchanged
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.grammars import CompiledGrammars
+from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
+from quire.core.speculation.methods import speculator_of
 from quire.core.step_cost import StepCostModel
 from quire.engine.assembly.model_files import ModelFiles, find_model
 from quire.engine.plan.gpu import require_gpu
@@ -181,7 +184,7 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
 
     planned = prepared.planned
     is_paced = is_streaming or planned.plan.config.target_step_ms is not None
-    pace, cost_file = pace_of(planned) if is_paced else (None, None)
+    pace, cost_file = pace_of(planned, is_bounded=is_paced)
     return Engine(
         prepared.planned.plan,
         executor,
@@ -192,16 +195,31 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
         prerequisites=PREREQUISITES,
         pace=pace,
         cost_file=cost_file,
+        look_ahead=look_ahead_of(planned, pace),
     )
 
 
-def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None]:
-    """Return what keeps a model's steps within their target, and where it is kept what steps cost,
-    beside the packed weights."""
+def look_ahead_of(planned: PlannedModel, pace: StepPace | None) -> Callable[[], LookAhead] | None:
+    """What makes the look-ahead of a scheduler, if the config has one; `pace` knows the costs."""
+    speculation = planned.plan.config.speculation
+    if speculation is None:
+        return None
+    return partial(speculator_of, speculation, None if pace is None else pace.model)
+
+
+def pace_of(
+    planned: PlannedModel, *, is_bounded: bool = True
+) -> tuple[StepPace | None, StepCostFile | None]:
+    """Return what keeps a model's steps within their target, or only measures them where they are
+    not bounded, and where step costs are kept, beside the packed weights. None where nothing
+    needs it."""
     plan = planned.plan
-    if plan.target_step_s is None:
-        return None, None
-    pace = StepPace(StepCostModel(plan.step_costs), plan.target_step_s)
+    target_s = plan.target_step_s if is_bounded else None
+    if target_s is None:
+        if plan.config.speculation is None:
+            return None, None
+        target_s = math.inf
+    pace = StepPace(StepCostModel(plan.step_costs), target_s)
     if plan.config.weights_cache is None:
         return pace, None
     from quire.engine.assembly.fingerprint import cache_name

@@ -173,6 +173,8 @@ class OutputProcessor:
         logprobs: TokenLogprobs | None,
     ) -> None:
         mine = self._state_of(state, sequence)
+        if mine.is_flushed:
+            return  # a stop string ended it at an earlier token of the same step
         if token_id is None:
             self._flush(mine, sequence)
             return
@@ -189,6 +191,7 @@ class OutputProcessor:
             mine.is_flushed = True
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, matched
             self._ends.stop(sequence, matched)
+            _cut(sequence, mine)
 
     def _flush(self, mine: _SequenceState, sequence: SequenceRecord) -> None:
         if mine.is_flushed:
@@ -301,6 +304,19 @@ class OutputProcessor:
                 [token_id], skip_special_tokens=False
             )
         return text
+
+
+def _cut(sequence: SequenceRecord, mine: _SequenceState) -> None:
+    """Take away the tokens that the same step brought behind those that were taken."""
+    num_kept = len(sequence.request.prompt_token_ids) + mine.stream.num_tokens
+    if len(sequence.token_ids) <= num_kept:
+        return
+    del sequence.token_ids[num_kept:]
+    if mine.logprobs is not None:
+        total = 0.0
+        for token_id, record in zip(sequence.output_token_ids, mine.logprobs, strict=True):
+            total += record[token_id].logprob  # in the order in which they came: the same sum
+        sequence.cumulative_logprob = total
 
 
 def _shown(state: RequestState) -> list[tuple[int, SequenceRecord]]:

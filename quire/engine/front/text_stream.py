@@ -26,7 +26,8 @@ class TextStream:
         """The text that has not been taken, in pieces:
         a growing string would be copied at each token."""
         self._min_tokens = params.min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """Tokens taken."""
         self._detokenizer: Detokenizer | None = None
         self._stop: StopMatcher | None = None
         if tokenizer is not None and params.detokenize:
@@ -52,7 +53,7 @@ class TextStream:
 
     def append(self, token_id: int) -> str | None:
         """Take one token; returns the stop string that it completes, if it does."""
-        self._num_tokens += 1
+        self.num_tokens += 1
         if self._detokenizer is None:
             return None
         return self._show(self._detokenizer.append((token_id,)))
@@ -68,7 +69,7 @@ class TextStream:
         return matched
 
     def _show(self, text: str) -> str | None:
-        if self._stop is None or self._num_tokens <= self._min_tokens:
+        if self._stop is None or self.num_tokens <= self._min_tokens:
             self._parts.append(text)  # text before `min_tokens` is no part of any stop string
             return None
         shown, matched = self._stop.feed(text)

@@ -43,6 +43,12 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     measured_step_s: float = 0.0
     misjudged_step_s: float = 0.0
     """Amounts by which predictions were off."""
+    num_drafts: int = 0
+    """Sequences and steps for which tokens were drafted."""
+    num_draft_tokens: int = 0
+    """Draft tokens that were computed."""
+    num_accepted_by_place: tuple[int, ...] = ()
+    """Draft tokens that were right, by their place behind the known tokens."""
     target_step_s: float = 0.0
     """How long a step should take; 0 where it may take any time."""
 
@@ -54,7 +60,7 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
 def count(scheduler: Scheduler) -> EngineCounters:
     """Read them, also from another thread while steps go on:
     they may then be of two neighbouring steps."""
-    stats, manager = scheduler.stats, scheduler.manager
+    stats, manager, pace = scheduler.stats, scheduler.manager, scheduler.pace
     return EngineCounters(
         num_running=len(scheduler.running),
         num_waiting=scheduler.num_waiting,
@@ -73,5 +79,8 @@ def count(scheduler: Scheduler) -> EngineCounters:
         predicted_step_s=stats.predicted_s,
         measured_step_s=stats.measured_s,
         misjudged_step_s=stats.misjudged_s,
-        target_step_s=0.0 if scheduler.pace is None else scheduler.pace.target_s,
+        num_drafts=stats.num_runs,
+        num_draft_tokens=stats.num_run_tokens,
+        num_accepted_by_place=tuple(stats.num_right_by_place),
+        target_step_s=pace.target_s if pace is not None and pace.is_bounding else 0.0,
     )

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
+from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress
@@ -58,6 +59,7 @@ class Engine(StepLoop):
         prerequisites: Iterable[Callable[[], Prerequisite]] = (),
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
+        look_ahead: Callable[[], LookAhead] | None = None,
     ) -> None:
         super().__init__(
             plan.limits,
@@ -67,6 +69,7 @@ class Engine(StepLoop):
             prerequisites=prerequisites,
             pace=pace,
             cost_file=cost_file,
+            look_ahead=look_ahead,
         )
         self.plan = plan
         self.tokenizer = tokenizer

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.common.numbers import ceil_div
 from quire.core.plan import ONE_SAMPLE, AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.flight import Flight
@@ -80,6 +81,8 @@ class _Step:
     appended: tuple[AppendedBlocks, ...]
     replaced: tuple[ReplacedBlock, ...]
     copies: tuple[BlockCopy, ...]
+    ahead: dict[int, int] = field(default_factory=dict)
+    """By row: tokens of its chunk that the row did not know; only those that were right count."""
     removed: tuple[_Removed, ...] = ()
     entered: tuple[_Entry, ...] = ()
     published: list[Published] = field(default_factory=lambda: _NONE)
@@ -95,6 +98,27 @@ class _Step:
             return tuple(rows)
         others = {row for row, *_ in self.chunks}
         return tuple(row for row in rows if row not in others)
+
+    def settle(self, block_size: int) -> None:
+        """Count of each chunk what its row has computed, now that the step was taken in."""
+        sequences = {self.rows[each]: each for each in self.in_flight}
+        chunks, num_void = [], dict[int, int]()
+        for chunk in self.chunks:
+            row, start, count, num_samples = chunk
+            if row in self.ahead:
+                sequence = sequences[row]
+                is_running = sequence.status is SequenceStatus.RUNNING
+                end = sequence.num_computed if is_running else len(sequence.token_ids) - 1
+                end = max(start, min(start + count, end))
+                num_samples = 1 + max(0, end - start - count + self.ahead[row])
+                num_void[row] = ceil_div(start + count, block_size) - ceil_div(end, block_size)
+                chunk = (row, start, end - start, num_samples)
+            chunks.append(chunk)
+        self.chunks = tuple(chunks)
+        self.appended = tuple(
+            AppendedBlocks(row, blocks[: len(blocks) - num_void.get(row, 0)])
+            for row, blocks in self.appended
+        )
 
     def chunk_of(self, sequence: Sequence) -> Chunk | None:
         """Return the chunk of a sequence, if it has one."""
@@ -184,6 +208,7 @@ class StepRecorder:
         num_tokens = scheduler.stats.num_computed_tokens - self._num_computed
         self._num_computed += num_tokens
         chunks: tuple[Chunk, ...] = ()
+        ahead: dict[int, int] = {}
         if (
             entered
             or num_tokens != len(plan.work)
@@ -195,11 +220,13 @@ class StepRecorder:
                 for work in plan.work
                 if work[2] != 1 or work[3] != ONE_SAMPLE or work[0] in new
             )
+            ahead = {work.row: count for work in plan.work if (count := work.num_ahead)}
         forecast = self._flight.forecast
         predicted_s = 0.0 if forecast is None else forecast.seconds
         self._open.append(_Step(
             plan.step_id, now, predicted_s, self._flight.sequences, self._rows, num_tokens, chunks,
-            plan.appended_blocks, plan.replaced_blocks, plan.copies, removed, entered,
+            plan.appended_blocks, plan.replaced_blocks, plan.copies, ahead, removed,
+            entered,
         ))  # fmt: skip
 
     def end(self, now: float) -> None:
@@ -208,6 +235,8 @@ class StepRecorder:
             return
         step = self._open.popleft()
         step.ended_s = now
+        if step.ahead:
+            step.settle(self._scheduler.limits.block_size)
         if self._changes:
             step.published = self._changes.copy()
             self._changes.clear()

@@ -31,6 +31,7 @@ from quire.common.failures import log_failure
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import FinishReason, Sequence, SequenceRecord
+from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress, Scheduler
@@ -57,9 +58,11 @@ class StepLoop:
         prerequisites: Iterable[Callable[[], Prerequisite]] = (),
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
+        look_ahead: Callable[[], LookAhead] | None = None,
     ) -> None:
         """`prerequisites` make the halves whose others the executor has; `pace` bounds the duration
-        of steps, and `cost_file` keeps what it learns for the next run.
+        of steps, and `cost_file` keeps what it learns for the next run; `look_ahead` makes what
+        adds to steps.
         """
         self.executor = executor
         self.loop: Loop = PlainLoop() if loop is None else loop
@@ -67,6 +70,7 @@ class StepLoop:
         self._clock = clock
         self._prerequisites = tuple(prerequisites)
         self._pace, self._cost_file = pace, cost_file
+        self._look_ahead = look_ahead
         self.scheduler = self._new_scheduler()
         self.recorder: StepRecorder | None = None
 
@@ -211,7 +215,11 @@ class StepLoop:
     def _new_scheduler(self) -> Scheduler:
         prerequisites = [make() for make in self._prerequisites]
         return Scheduler(
-            self._limits, prerequisites=prerequisites, digest_key=os.urandom(16), pace=self._pace
+            self._limits,
+            prerequisites=prerequisites,
+            digest_key=os.urandom(16),
+            pace=self._pace,
+            look_ahead=None if self._look_ahead is None else self._look_ahead(),
         )
 
 

@@ -27,6 +27,7 @@ from quire.engine.assembly.builder import (
     PREREQUISITES,
     begin_loading,
     build_executor,
+    look_ahead_of,
     pace_of,
     plan_engine,
 )
@@ -187,6 +188,7 @@ def build_loop(config: EngineConfig) -> StepLoop:
         prerequisites=PREREQUISITES,
         pace=pace,
         cost_file=cost_file,
+        look_ahead=look_ahead_of(planned, pace),
     )
 
 

@@ -147,6 +147,9 @@ class JournalEntry:
             )
         metrics.num_prefill_chunks = served.num_prefill_chunks
         metrics.num_preemptions = self._num_earlier_preemptions + served.num_preemptions
+        # of the engine that ended it; what an engine that was lost had drafted is not known
+        metrics.num_accepted_tokens = served.num_accepted_tokens
+        metrics.num_rejected_tokens = served.num_rejected_tokens
 
 
 class Journal:

@@ -19,7 +19,7 @@ from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"
@@ -142,6 +142,8 @@ class ServeStats(_TaggedMessage, frozen=True, array_like=True):
     num_prefill_chunks: int
     waited_for: str | None
     num_waited_steps: int
+    num_accepted_tokens: int
+    num_rejected_tokens: int
 
 
 class TokenDelta(_TaggedMessage, frozen=True, array_like=True):

@@ -167,6 +167,8 @@ def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDe
             metrics.num_prefill_chunks,
             metrics.waited_for,
             metrics.num_waited_steps,
+            metrics.num_accepted_tokens,
+            metrics.num_rejected_tokens,
         )
         if is_first or has_ended
         else None,

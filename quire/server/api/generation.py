@@ -81,6 +81,9 @@ class Usage:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of ended jobs: output tokens that were drafted, as the next."""
+    num_rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +382,9 @@ class GenerationRun:
             if completion.finish_reason is not None and completion.index not in progress.reasons:
                 progress.reasons[completion.index] = completion.finish_reason
                 metrics.sequences_ended(completion.finish_reason)
+        if output.finished:
+            self._usage.num_accepted_tokens += output.metrics.num_accepted_tokens
+            self._usage.num_rejected_tokens += output.metrics.num_rejected_tokens
         metrics.generated(num_new)
         if is_delta:
             now = time.monotonic()

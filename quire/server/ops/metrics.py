@@ -437,6 +437,7 @@ class _Live(Collector):
                 status.misjudged_step_s,
             ),
             self._cache_config(),
+            *self._speculation(status),
         )
         name = f"{self._prefix}:admission_rejections"
         rejections = CounterMetricFamily(name, "Requests refused, by reason.", labels=("reason",))
@@ -444,6 +445,22 @@ class _Live(Collector):
             rejections.add_metric((reason,), count)
         yield rejections
         yield from self._by_tenant()
+
+    def _speculation(self, status: EngineStatus) -> Iterator[Metric]:
+        """What speculation came to, by vLLM's names."""
+        name, by_place = "spec_decode_num_accepted_tokens", status.num_accepted_by_place
+        text = "Rows of steps for which tokens were drafted."
+        yield self._counter("spec_decode_num_drafts", text, status.num_drafts)
+        text = "Draft tokens that were computed."
+        yield self._counter("spec_decode_num_draft_tokens", text, status.num_draft_tokens)
+        yield self._counter(name, "Draft tokens that were right.", sum(by_place))
+        labels = ("model_name", "position")
+        family = CounterMetricFamily(
+            f"{self._prefix}:{name}_per_pos", "The same by position.", labels=labels
+        )
+        for place, count in enumerate(by_place):
+            family.add_metric((self._model, str(place)), count)
+        yield family
 
     def _waiting_by_reason(self, status: EngineStatus) -> Metric:
         """`deferred` waits for something that another sequence is computing, `capacity` for rows,

@@ -13,10 +13,12 @@ the same errors:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
+import numpy as np
 from torch import Tensor
 
-from quire.core.plan import Candidates, RowSampling, RowWork, Sample, Task, WorkResult
+from quire.core.plan import Candidates, RowSampling, RowWork, Sample, Task, Verify, WorkResult
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
 from quire.sampling.plain import choose_plain, draws_of, has_filters, is_plain
@@ -29,7 +31,7 @@ from quire.worker.staging import Staging
 class TokenOutlet:
     """Implements `Outlet` with one model's head and a sampler."""
 
-    tasks = (Sample, Candidates)
+    tasks = (Sample, Verify, Candidates)
 
     def __init__(self, model: DecoderModel, rows: RowTable, sampler: Sampler) -> None:
         self.model = model
@@ -39,16 +41,65 @@ class TokenOutlet:
         self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
 
     def launch(self, batch: TaskBatch) -> list[WorkResult]:
-        hidden, counts, samplings = (
-            batch.last_states(self._stage),
-            self._plain_counts(batch),
-            self._samplings(batch),
-        )
+        if any(type(task) is Verify for task in batch.tasks):
+            return self._launch_runs(batch)
+        return self._choose(batch.last_states(self._stage), batch.work, batch.tasks)
+
+    def launch_unread(self, batch: TaskBatch) -> Unread | None:
+        work, tasks = batch.work, batch.tasks
+        counts = self._plain_counts(work, tasks)
+        if counts is None or max(counts) > 1:
+            return None
+        hidden = batch.last_states(self._stage)
+        chosen = self.model.best_tokens(hidden) if _are_greedy(self._samplings(work)) else None
+        if chosen is None:
+            rows = self._sampled_rows(work, tasks)
+            chosen = choose_plain(
+                self.sampler.kernels, self.model.logits(hidden), rows, self._stage
+            )
+        return Unread(chosen, _one_each)
+
+    def _launch_runs(self, batch: TaskBatch) -> list[WorkResult]:
+        """Where rows verify tokens: every position is sampled as if its step ended there."""
+        ends: list[int] = []
+        work: list[RowWork] = []
+        tasks: list[Task] = []
+        sizes: list[int] = []
+        for place, item, task in zip(batch.places, batch.work, batch.tasks, strict=True):
+            num_ahead = item.num_ahead if isinstance(task, Verify) else 0
+            end = batch.hidden.query_start[place + 1] - num_ahead
+            size = 1 + (self._num_possible(item, task) if isinstance(task, Verify) else 0)
+            known = item.num_tokens - num_ahead
+            ends += range(end - 1, end - 1 + size)
+            work += [item._replace(num_tokens=known + each) for each in range(size)]
+            tasks += [task] if not isinstance(task, Verify) else [Sample()] * size
+            sizes.append(size)
+        (index,) = self._stage((np.array(ends, np.int64),))
+        found = iter(self._choose(batch.hidden.states.index_select(0, index), work, tasks))
+        return [
+            _run(task.token_ids, list(islice(found, size)))
+            if isinstance(task, Verify)
+            else next(found)
+            for task, size in zip(batch.tasks, sizes, strict=True)
+        ]
+
+    def _num_possible(self, work: RowWork, task: Verify) -> int:
+        """Of the tokens to be verified, those that the row's grammar has nothing against."""
+        if self._rows.sampling[work.row].grammar is None:
+            return len(task.token_ids)
+        known = work._replace(num_tokens=work.num_tokens - len(task.token_ids))
+        return self.sampler.num_possible(self._sampled_row(known, task), task.token_ids)
+
+    def _choose(
+        self, hidden: Tensor, work: Sequence[RowWork], tasks: Sequence[Task]
+    ) -> list[WorkResult]:
+        """Choose from each of the hidden states [n, H]."""
+        counts, samplings = self._plain_counts(work, tasks), self._samplings(work)
         if counts is not None and _are_greedy(samplings):
             best = self.model.best_tokens(hidden)
             if best is not None:
                 return greedy_results(best, counts)
-        rows = self._sampled_rows(batch)
+        rows = self._sampled_rows(work, tasks)
         if counts is not None and not any(
             has_filters(each, self.model.head.num_outputs) for each in samplings
         ):
@@ -57,31 +108,16 @@ class TokenOutlet:
                 return drawn_results(drawn, rows)
         return self.sampler.sample(self.model.logits(hidden), rows)
 
-    def launch_unread(self, batch: TaskBatch) -> Unread | None:
-        counts = self._plain_counts(batch)
-        if counts is None or max(counts) > 1:
-            return None
-        hidden = batch.last_states(self._stage)
-        chosen = self.model.best_tokens(hidden) if _are_greedy(self._samplings(batch)) else None
-        if chosen is None:
-            chosen = choose_plain(
-                self.sampler.kernels,
-                self.model.logits(hidden),
-                self._sampled_rows(batch),
-                self._stage,
-            )
-        return Unread(chosen, _one_each)
+    def _samplings(self, work: Sequence[RowWork]) -> list[RowSampling]:
+        return [self._rows.sampling[item.row] for item in work]
 
-    def _samplings(self, batch: TaskBatch) -> list[RowSampling]:
-        return [self._rows.sampling[work.row] for work in batch.work]
-
-    def _plain_counts(self, batch: TaskBatch) -> list[int] | None:
+    def _plain_counts(self, work: Sequence[RowWork], tasks: Sequence[Task]) -> list[int] | None:
         """Return tokens to sample for each task; None where some row is edited, reported on,
         or searches with beams."""
-        if not all(self._is_plain(work.row) for work in batch.work):
+        if not all(self._is_plain(item.row) for item in work):
             return None
-        counts = [task.count for task in batch.tasks if isinstance(task, Sample)]
-        return counts if len(counts) == len(batch.tasks) else None
+        counts = [task.count for task in tasks if isinstance(task, Sample)]
+        return counts if len(counts) == len(tasks) else None
 
     def _is_plain(self, row: int) -> bool:
         """Remembered for as long as the row keeps its sampling parameters,
@@ -93,26 +129,43 @@ class TokenOutlet:
             self._plain[row] = (sampling, found)
         return found
 
-    def _sampled_rows(self, batch: TaskBatch) -> list[SampledRow]:
-        return [
-            self._sampled_row(work, task)
-            for work, task in zip(batch.work, batch.tasks, strict=True)
-        ]
+    def _sampled_rows(self, work: Sequence[RowWork], tasks: Sequence[Task]) -> list[SampledRow]:
+        return [self._sampled_row(item, task) for item, task in zip(work, tasks, strict=True)]
 
     def _sampled_row(self, work: RowWork, task: Task) -> SampledRow:
-        tokens, num_prompt = (
-            self._rows.tokens(work.row),
+        position, num_prompt = (
+            work.start + work.num_tokens,
             int(self._rows.num_prompt_tokens[work.row]),
         )
+        tokens = self._rows.token_ids[work.row, :position]
         return SampledRow(
             sampling=self._rows.sampling[work.row],
-            position=work.start + work.num_tokens,
+            position=position,
             prompt_token_ids=tokens[:num_prompt],
             output_token_ids=tokens[num_prompt:],
             num_samples=task.count if isinstance(task, Sample) else 0,
             num_candidates=task.count if isinstance(task, Candidates) else 0,
             row=work.row,
         )
+
+
+def _run(token_ids: Sequence[int], found: Sequence[WorkResult]) -> WorkResult:
+    """What comes of the tokens that were sampled after each of `token_ids`: they count up to the
+    first that is another. An error counts where it is met first; else when it is met again."""
+    run: list[WorkResult] = []
+    for place, one in enumerate(found):
+        if one.error is not None:
+            if not run:
+                return one
+            break
+        run.append(one)
+        if place == len(token_ids) or one.token_ids[0] != token_ids[place]:
+            break
+    return WorkResult(
+        tuple(one.token_ids[0] for one in run),
+        tuple(record for one in run for record in one.logprobs),
+        num_rejected=len(token_ids) + 1 - len(run),
+    )
 
 
 def _are_greedy(samplings: Sequence[RowSampling]) -> bool:

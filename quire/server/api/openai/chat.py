@@ -263,8 +263,8 @@ def usage_body(usage: Usage, num_reasoning_tokens: int = 0) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning_tokens,
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": usage.num_accepted_tokens,
+            "rejected_prediction_tokens": usage.num_rejected_tokens,
         },
     }
 

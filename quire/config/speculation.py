@@ -1,0 +1,142 @@
+"""What the user wishes of speculation: `speculative_config`, with the keys that vLLM has.
+
+Owns the names, their defaults and their bounds. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from quire.errors import ConfigError, NotAvailableError
+
+NAME = "speculative_config"
+METHODS = ("ngram", "suffix")
+_OTHER_METHODS = (
+    "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "ngram_gpu", "dflash",
+    "custom_class", "extract_hidden_states",
+)  # fmt: skip
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "model": ("ngram", "[ngram]", "suffix"),
+    "draft_tensor_parallel_size": (1,),
+    "quantization": (),
+    "revision": (),
+    "code_revision": (),
+    "max_model_len": (),
+    "enforce_eager": (True, False),
+    "disable_padded_drafter_batch": (True, False),
+    "parallel_drafting": (False,),
+    "rejection_sample_method": ("standard", "strict"),
+    "draft_sample_method": ("greedy",),
+    "use_heterogeneous_vocab": (False,),
+}
+"""Keys of vLLM's that have nothing to choose here, and the values that ask for what is done."""
+MAX_NUM_TOKENS = 63
+_NUM_NGRAM_TOKENS, _NUM_SUFFIX_TOKENS = 8, 24
+_NGRAM_SIZE = 5
+_MAX_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How tokens are drafted. Names and meanings are vLLM's; answers do not depend on any of it.
+
+    Raises ConfigError, or NotAvailableError for a method that this version does not have.
+    """
+
+    method: str
+    num_speculative_tokens: int | None = None
+    """At most so many of a request in one step; how many pay is measured."""
+    prompt_lookup_max: int | None = None
+    """Of `ngram`: the longest n-gram that is looked up."""
+    prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    """Of `suffix`: also bounds the tokens drafted."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Outputs that are remembered of a tenant; 0: a request is drafted from its own text alone."""
+    suffix_decoding_max_spec_factor: float | None = None
+    """So many times the match's length are drafted at most; by default what pays."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Tokens of a smaller chance are not drafted."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """From a dict or a decoded JSON object. None leaves a key out."""
+        given = {name: value for name, value in values.items() if value is not None}
+        known = [item.name for item in fields(cls)]
+        if "method" not in given and "prompt_lookup_max" in given:
+            given["method"] = "ngram"  # as vLLM's older configurations have it
+        _check_method(given.get("method"))
+        for name in [name for name in given if name not in known]:
+            if name not in _NEUTRAL:
+                raise ConfigError(
+                    f"{NAME}: unknown key {str(name)[:64]!r}; known are {', '.join(known)}"
+                )
+            if not any(given[name] == each for each in _NEUTRAL[name]):
+                raise NotAvailableError(
+                    f"{NAME}: {name}={given[name]!r} is not available; leave it out"
+                )
+            del given[name]
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        _check_method(self.method)
+        _check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_TOKENS)
+        _check_integer("prompt_lookup_max", self.prompt_lookup_max, 1, _MAX_SIZE)
+        _check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, _MAX_SIZE)
+        _check_integer(
+            "suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1, 1 << 16
+        )
+        _check_integer(
+            "suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0,
+            1 << 31,
+        )  # fmt: skip
+        _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 1e6)
+        _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 1.0)
+        least, most = self.ngram_sizes
+        if least > most:
+            raise ConfigError(
+                f"{NAME}: prompt_lookup_min={least} is above prompt_lookup_max={most}"
+            )
+
+    @property
+    def ngram_sizes(self) -> tuple[int, int]:
+        """Tokens of the shortest and of the longest n-gram: either stands for both."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return least or most or _NGRAM_SIZE, most or least or _NGRAM_SIZE
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens drafted at most of a request in one step."""
+        if self.method == "ngram":
+            return self.num_speculative_tokens or _NUM_NGRAM_TOKENS
+        depth = min(self.suffix_decoding_max_tree_depth, MAX_NUM_TOKENS)
+        return min(self.num_speculative_tokens or _NUM_SUFFIX_TOKENS, depth)
+
+
+def _check_method(method: object) -> None:
+    choices = " or ".join(map(repr, METHODS))
+    if method is None:
+        raise ConfigError(f"{NAME}: method is missing; choose {choices}")
+    if method in _OTHER_METHODS:
+        raise NotAvailableError(
+            f"{NAME}: method {method!r} is not available in this version; use {choices}, which "
+            "need no model"
+        )
+    if method not in METHODS:
+        raise ConfigError(f"{NAME}: unknown method {method!r}; choose {choices}")
+
+
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{NAME}: {name}={value!r} must be an integer from {least} to {most}")
+
+
+def _check_number(name: str, value: object, most: float) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ConfigError(f"{NAME}: {name}={value!r} must be a number from 0 to {most:g}")

@@ -1,0 +1,191 @@
+"""Draft tokens by looking back: what followed the last tokens where they stood before.
+
+Owns an index of each sequence's own tokens and, where outputs are remembered, one of the latest
+outputs of each tenant (Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
+Applications", 2025). The longer match wins. Memory is bounded in tokens, and so is what is read at
+one call: a long prompt is taken in over several steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.core.kvcache.prefix import Namespace
+from quire.core.request import Sequence
+from quire.core.speculation.automaton import SuffixAutomaton
+from quire.core.speculation.drafters import NO_DRAFT, Draft
+
+MAX_READ = 512
+"""Tokens that one call takes in: about a millisecond."""
+MAX_SEQUENCE_TOKENS = 1 << 14
+"""An index that has twice as many begins anew with the last so many."""
+MAX_FOLLOWED_TOKENS = 1 << 18
+"""Of all sequences together; beyond, further ones are not followed."""
+MAX_REMEMBERED_TOKENS = 1 << 17
+"""Of all tenants together. A token takes about 100 bytes."""
+_OUTPUT_SHARE = 4
+"""No single output takes more than a fourth of a tenant's memory."""
+
+Owner = tuple[str, Namespace]
+"""A tenant and a namespace of cached prefixes: who must not see what others were answered."""
+
+
+class TextIndex(Protocol):
+    """A text that grows, and where its end stood before."""
+
+    token_ids: list[int]
+
+    @property
+    def match(self) -> tuple[int, int]:
+        """See `SuffixAutomaton.match`."""
+        ...
+
+    def append(self, token_id: int) -> None:
+        """Add a token."""
+        ...
+
+
+class _Follower:
+    """What is known of one sequence."""
+
+    __slots__ = ("cursor", "index", "memory", "num_read")
+
+    def __init__(self, index: TextIndex, num_read: int, memory: SuffixAutomaton | None) -> None:
+        self.index = index
+        self.num_read = num_read
+        self.memory = memory
+        self.cursor = (0, 0)
+        """Where the sequence stands in the memory."""
+
+
+class OutputMemory:
+    """The latest outputs, by owner: bounded in tokens, the owner that was used longest ago goes
+    first. An owner's text is dropped when it is full, so that it begins anew with what is new."""
+
+    def __init__(self, max_tokens: int = MAX_REMEMBERED_TOKENS, max_outputs: int = 10_000) -> None:
+        self._max_tokens, self._max_outputs = max_tokens, max_outputs
+        self._texts: OrderedDict[Owner, SuffixAutomaton] = OrderedDict()
+        self._num_outputs: dict[Owner, int] = {}
+        self._num_tokens = 0
+
+    def of(self, owner: Owner) -> SuffixAutomaton | None:
+        """What is remembered for an owner."""
+        return self._texts.get(owner)
+
+    def add(self, owner: Owner, token_ids: list[int]) -> None:
+        """Remember an output, or its last tokens."""
+        kept = token_ids[-self._max_tokens // _OUTPUT_SHARE :]
+        text, count = self._texts.get(owner), self._num_outputs.get(owner, 0)
+        if text is not None and (
+            len(text) + len(kept) >= self._max_tokens or count >= self._max_outputs
+        ):
+            self._drop(owner)
+            text, count = None, 0
+        if text is None:
+            text = self._texts[owner] = SuffixAutomaton()
+        self._texts.move_to_end(owner)
+        self._num_outputs[owner] = count + 1
+        for token_id in kept:
+            text.append(token_id)
+        text.append(-2 - count)  # stands once in the text: no match goes across
+        self._num_tokens += len(kept) + 1
+        while self._num_tokens > self._max_tokens and len(self._texts) > 1:
+            self._drop(next(iter(self._texts)))
+
+    def _drop(self, owner: Owner) -> None:
+        self._num_tokens -= len(self._texts.pop(owner))
+        del self._num_outputs[owner]
+
+
+class LookupDrafter:
+    """Implements `Drafter`. `max_factor` bounds a draft in multiples of the match that speaks for
+    it."""
+
+    def __init__(
+        self,
+        make_index: Callable[[], TextIndex],
+        memory: OutputMemory | None = None,
+        *,
+        max_factor: float | None = None,
+    ) -> None:
+        self._make_index = make_index
+        self._memory = memory
+        self._max_factor = max_factor
+        self._followers: dict[Sequence, _Follower] = {}
+        self._num_tokens = 0
+
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        """See `Drafter.draft`."""
+        follower = self._followers.get(sequence)
+        if follower is None:
+            if self._num_tokens >= MAX_FOLLOWED_TOKENS:
+                return NO_DRAFT
+            follower = self._followers[sequence] = self._begin(sequence)
+        self._read(follower, sequence)
+        if follower.num_read < len(sequence.token_ids):
+            return NO_DRAFT
+        length, end = follower.index.match
+        text, memory = follower.index.token_ids, follower.memory
+        if memory is not None and follower.cursor[1] > length:
+            length, end, text = (
+                follower.cursor[1],
+                memory.end_of(follower.cursor[0]),
+                memory.token_ids,
+            )
+        if not length:
+            return NO_DRAFT
+        if self._max_factor is not None:
+            most = min(most, int(self._max_factor * length))
+        return Draft(_continued(text, end + 1, most), length)
+
+    def end(self, sequence: Sequence) -> None:
+        """See `Drafter.end`; its output is remembered."""
+        follower = self._followers.pop(sequence, None)
+        if follower is None:
+            return
+        self._num_tokens -= len(follower.index.token_ids)
+        output = sequence.output_token_ids
+        if self._memory is not None and output and sequence.request.error is None:
+            self._memory.add(_owner(sequence), output)
+
+    def _begin(self, sequence: Sequence) -> _Follower:
+        first = max(0, len(sequence.token_ids) - MAX_SEQUENCE_TOKENS)
+        memory = None if self._memory is None else self._memory.of(_owner(sequence))
+        return _Follower(self._make_index(), first, memory)
+
+    def _read(self, follower: _Follower, sequence: Sequence) -> None:
+        """Take in what the sequence has gained."""
+        index, memory = follower.index, follower.memory
+        if len(index.token_ids) >= 2 * MAX_SEQUENCE_TOKENS:
+            self._num_tokens -= len(index.token_ids)
+            index = follower.index = self._make_index()
+            follower.num_read = len(sequence.token_ids) - MAX_SEQUENCE_TOKENS
+            follower.cursor = (0, 0)
+        first = follower.num_read
+        end = min(len(sequence.token_ids), first + MAX_READ)
+        state, length = follower.cursor
+        for token_id in sequence.token_ids[first:end]:
+            index.append(token_id)
+            if memory is not None:
+                state, length = memory.advance(state, length, token_id)
+        follower.cursor = (state, length)
+        follower.num_read = end
+        self._num_tokens += end - first
+
+
+def _owner(sequence: Sequence) -> Owner:
+    return sequence.request.tenant, sequence.request.namespace
+
+
+def _continued(text: list[int], first: int, most: int) -> list[int]:
+    """Up to `most` tokens from a place on; where the text ends, it goes on with what was taken, as
+    a text that repeats itself does."""
+    found = text[first : first + most]
+    if len(found) < most and found and first + len(found) == len(text):
+        found = (found * (most // len(found) + 1))[:most]
+    for place, token_id in enumerate(found):
+        if token_id < 0:  # the end of an output
+            return found[:place]
+    return found

@@ -1,0 +1,29 @@
+"""The methods of speculation by name: what `speculative_config` stands for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quire.config.speculation import SpeculationConfig
+from quire.core.speculation.automaton import SuffixAutomaton
+from quire.core.speculation.drafters import Drafter
+from quire.core.speculation.lookup import LookupDrafter, OutputMemory
+from quire.core.speculation.ngrams import NgramIndex
+from quire.core.speculation.speculator import Speculator
+from quire.core.step_cost import StepCostModel
+
+
+def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Speculator:
+    """A new speculator, which knows nothing of any request yet."""
+    least_chance = config.suffix_decoding_min_token_prob if config.method == "suffix" else 0.0
+    return Speculator(
+        _drafter_of(config), config.max_tokens, costs=costs, least_chance=least_chance
+    )
+
+
+def _drafter_of(config: SpeculationConfig) -> Drafter:
+    if config.method == "ngram":
+        return LookupDrafter(partial(NgramIndex, *config.ngram_sizes))
+    num_outputs = config.suffix_decoding_max_cached_requests
+    memory = OutputMemory(max_outputs=num_outputs) if num_outputs else None
+    return LookupDrafter(SuffixAutomaton, memory, max_factor=config.suffix_decoding_max_spec_factor)

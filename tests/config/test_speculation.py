@@ -1,0 +1,73 @@
+"""`speculative_config`: vLLM's keys, and what is said of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.config.speculation import SpeculationConfig
+from quire.engine.arg_utils import EngineArgs
+from quire.errors import ConfigError, NotAvailableError
+from quire.utils.argparse_utils import FlexibleArgumentParser
+
+
+def test_vllms_keys_are_read() -> None:
+    config = SpeculationConfig.from_mapping(
+        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "model": None}
+    )
+    assert (config.max_tokens, config.ngram_sizes) == (5, (4, 4))
+    older = SpeculationConfig.from_mapping(
+        {"model": "[ngram]", "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    )
+    assert (older.method, older.ngram_sizes) == ("ngram", (2, 3))
+    suffix = SpeculationConfig.from_mapping(
+        {
+            "method": "suffix", "suffix_decoding_max_tree_depth": 12,
+            "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_max_cached_requests": 0,
+        }
+    )  # fmt: skip
+    assert suffix.max_tokens == 12
+    assert SpeculationConfig.from_mapping({"method": "suffix"}).max_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"method": "eagle"}, NotAvailableError, "method 'eagle' is not available"),
+        ({"method": "draft_model", "model": "x"}, NotAvailableError, "'draft_model' is not avail"),
+        ({"method": "guess"}, ConfigError, "unknown method 'guess'; choose 'ngram' or 'suffix'"),
+        ({"model": "x"}, ConfigError, "method is missing"),
+        ({"method": "suffix", "model": "x"}, NotAvailableError, "model='x' is not available"),
+        ({"method": "suffix", "depth": 3}, ConfigError, "unknown key 'depth'; known are method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, ConfigError, "must be an integer from"),
+        ({"method": "ngram", "num_speculative_tokens": True}, ConfigError, "must be an integer"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, ConfigError, "above"),
+        (
+            {"method": "suffix", "suffix_decoding_min_token_prob": float("nan")},
+            ConfigError,
+            "must be a number from 0 to 1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    values: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=r"speculative_config: ") as caught:
+        EngineConfig(model="m", speculative_config=values)
+    assert text in str(caught.value)
+
+
+def test_it_is_an_option_of_the_command_line() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--speculative-config", '{"method": "suffix"}'])
+    config = EngineArgs.from_cli_args(args).create_engine_config()
+    assert config.speculation == SpeculationConfig(method="suffix")
+
+
+def test_it_needs_numbers_that_do_not_depend_on_the_batch() -> None:
+    with pytest.raises(ConfigError, match="needs batch_invariant"):
+        EngineConfig(model="m", speculative_config={"method": "suffix"}, batch_invariant=False)
+    with pytest.raises(ConfigError, match="must be a dict"):
+        EngineConfig(model="m", speculative_config="suffix")  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""How many guesses are taken, and what drafters that look back guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from quire.config.limits import SchedulerLimits
+from quire.core.plan import RowSampling, Verify
+from quire.core.request import Sequence
+from quire.core.request_spec import BeamSettings, RequestSpec
+from quire.core.scheduler.audit import audit, audit_plan
+from quire.core.scheduler.scheduler import Scheduler
+from quire.core.speculation import lookup
+from quire.core.speculation.acceptance import Acceptance
+from quire.core.speculation.automaton import SuffixAutomaton
+from quire.core.speculation.drafters import NO_DRAFT, Draft
+from quire.core.speculation.lookup import LookupDrafter, OutputMemory
+from quire.core.speculation.speculator import Speculator
+from quire.core.step_cost import StepCostModel, UnitCosts
+from quire.executor.null import NullExecutor
+
+WEIGHTS_BOUND = UnitCosts(10e-3, 1e-3, 0.2e-3, 0.01e-3, 1e-9, 1e-9)
+ARITHMETIC_BOUND = UnitCosts(1e-6, 1e-6, 2e-3, 0.01e-3, 1e-9, 1e-9)
+
+
+class Fixed:
+    """Guesses the same token again and again."""
+
+    def __init__(self, token_id: int, count: int = 8) -> None:
+        self._draft = Draft([token_id] * count, 1)
+        self.num_asked = 0
+
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        self.num_asked += 1
+        return self._draft._replace(token_ids=self._draft.token_ids[:most])
+
+    def end(self, sequence: Sequence) -> None:
+        pass
+
+
+def _run(
+    look_ahead: Speculator, sampled: Callable[[int], int], num_requests: int = 1, **spec: object
+) -> list[list[int]]:
+    """Sizes of all guesses, step by step, where the model samples what `sampled` says by position."""
+    limits = SchedulerLimits(num_blocks=256, block_size=4, max_num_seqs=64)
+    scheduler = Scheduler(limits, look_ahead=look_ahead)
+    executor = NullExecutor(64, 256, 4, script=lambda name, position: sampled(position))
+    for number in range(num_requests):
+        given = {"prompt_token_ids": (1, 2, 3), "max_tokens": 60, **spec}
+        scheduler.add(RequestSpec(request_id=f"r{number}", **given))  # type: ignore[arg-type]
+    sizes = []
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        audit_plan(scheduler, plan)
+        sizes.append([work.num_ahead for work in plan.work])
+        scheduler.update(plan, executor.execute(plan), 0.0)
+        audit(scheduler)
+    return sizes
+
+
+def _sizes(costs: UnitCosts, token_id: int, num_requests: int = 1) -> list[list[int]]:
+    speculator = Speculator(Fixed(token_id), 8, costs=StepCostModel(costs))
+    return _run(speculator, lambda position: 7, num_requests)
+
+
+def test_guesses_that_are_right_grow_longer() -> None:
+    sizes = [size for step in _sizes(WEIGHTS_BOUND, 7) for size in step]
+    assert max(sizes[-4:-1]) >= 6 and sizes[0] < 6
+    assert len(sizes) < 20, "60 tokens"
+
+
+def test_guesses_that_are_wrong_end() -> None:
+    sizes = [size for step in _sizes(WEIGHTS_BOUND, 8) for size in step]
+    assert sizes[0] > 0
+    assert sum(sizes[25:]) == 0 and sum(sizes) < 40
+
+
+def test_nobody_is_asked_where_a_step_is_bound_by_arithmetic() -> None:
+    drafter = Fixed(7)
+    speculator = Speculator(drafter, 8, costs=StepCostModel(ARITHMETIC_BOUND))
+    sizes = _run(speculator, lambda position: 7, 32)
+    assert drafter.num_asked == 0
+    assert not any(map(sum, sizes))
+
+
+def test_a_guess_ends_where_the_answer_has_to() -> None:
+    """The last token is sampled and never computed: so many guesses are of no use."""
+    sizes = _run(Speculator(Fixed(7), 8), lambda position: 7, max_tokens=6)
+    assert sizes == [[5]]
+
+
+def test_beams_and_processors_go_without_guesses(caplog: pytest.LogCaptureFixture) -> None:
+    sampling = RowSampling(processors=("p",))
+    assert not any(map(sum, _run(Speculator(Fixed(7), 8), lambda place: 7, sampling=sampling)))
+    scheduler = Scheduler(SchedulerLimits(64), look_ahead=Speculator(Fixed(7), 8))
+    executor = NullExecutor(256, 64, 16)
+    for name in ("a", "b"):
+        beam = BeamSettings(2, 5)
+        scheduler.add(
+            RequestSpec(request_id=name, prompt_token_ids=(1, 2), max_tokens=5, beam=beam)
+        )
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        assert not any(work.num_ahead for work in plan.work)
+        scheduler.update(plan, executor.execute(plan), 0.0)
+    assert caplog.text.count("beam search") == 1
+
+
+def test_chances_follow_what_was_counted() -> None:
+    everyone = Acceptance()
+    one, other = Acceptance(everyone), Acceptance(everyone)
+    before, of_others = one.chance(4), one.chance(1)
+    for _ in range(40):
+        one.count(4, True)
+    assert before < other.chance(4) < one.chance(4) < 1.0
+    assert one.chance(1) == of_others, "other strengths are counted apart"
+    for _ in range(40):
+        one.count(4, False)
+    assert 0.0 < one.chance(4) < 0.3
+
+
+def _sequence(scheduler: Scheduler, prompt: tuple[int, ...], tenant: str = "") -> Sequence:
+    name = f"r{len(scheduler.requests)}"
+    spec = RequestSpec(request_id=name, prompt_token_ids=prompt, max_tokens=99, tenant=tenant)
+    return scheduler.add(spec).sequences[0]
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler(SchedulerLimits(64))
+
+
+def test_a_text_goes_on_as_it_did_before(scheduler: Scheduler) -> None:
+    drafter = LookupDrafter(SuffixAutomaton)
+    sequence = _sequence(scheduler, (1, 2, 3, 4, 5, 6, 1, 2, 3))
+    assert drafter.draft(sequence, 3) == Draft([4, 5, 6], 3)
+    sequence.token_ids += [4, 9]
+    assert drafter.draft(sequence, 3) == NO_DRAFT
+    sequence.token_ids += [8, 9, 8, 9]
+    assert drafter.draft(sequence, 6) == Draft([8, 9, 8, 9, 8, 9], 3), "beyond its end"
+
+
+def test_outputs_are_remembered_for_their_tenant_alone(scheduler: Scheduler) -> None:
+    drafter = LookupDrafter(SuffixAutomaton, OutputMemory())
+    first = _sequence(scheduler, (1, 2), "a")
+    drafter.draft(first, 4)
+    first.token_ids += [5, 6, 7, 8, 9]
+    drafter.end(first)
+    for tenant, expected in (("a", Draft([7, 8, 9], 2)), ("b", NO_DRAFT)):
+        sequence = _sequence(scheduler, (3, 5, 6), tenant)
+        assert drafter.draft(sequence, 4) == expected
+
+
+def test_memory_is_bounded(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = OutputMemory(max_tokens=100, max_outputs=5)
+    for number in range(50):
+        for tenant in ("a", "b", "c"):
+            memory.add((tenant, ()), [number] * (number % 20))
+        held = {tenant: memory.of((tenant, ())) for tenant in ("a", "b", "c")}
+        assert sum(len(text) for text in held.values() if text is not None) <= 100 + 26
+    monkeypatch.setattr(lookup, "MAX_FOLLOWED_TOKENS", 10)
+    drafter = LookupDrafter(SuffixAutomaton)
+    one, other = _sequence(scheduler, (1,) * 11), _sequence(scheduler, (1,) * 11)
+    assert drafter.draft(one, 1).token_ids == [1]
+    assert not drafter.draft(other, 1).token_ids, "there is no room to follow it"
+    drafter.end(one)
+    assert drafter.draft(other, 1).token_ids == [1]
+
+
+def test_a_long_text_is_read_piece_by_piece(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "MAX_READ", 8)
+    monkeypatch.setattr(lookup, "MAX_SEQUENCE_TOKENS", 16)
+    drafter = LookupDrafter(SuffixAutomaton)
+    sequence = _sequence(scheduler, tuple(range(40)) * 2)
+    for _ in range(200):  # it begins anew whenever it is full, with the last 16 tokens
+        sequence.token_ids.append(sequence.token_ids[-3])
+        drafter.draft(sequence, 2)
+    assert drafter.draft(sequence, 2).token_ids == sequence.token_ids[-3:-1]
+
+
+def test_a_verified_run_says_how_many_tokens_it_wants() -> None:
+    assert Verify((1, 2, 3)).num_wanted(10) == 4

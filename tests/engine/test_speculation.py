@@ -1,0 +1,254 @@
+"""Guessing changes no bit: tokens, log-probabilities, texts, finish reasons are those of an engine
+that guesses nothing, whoever guesses, however well, and whatever else happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import run_all
+from guesses import AnyTokens, KnownAnswers, guess_with
+from optional_packages import HAS_GRAMMARS
+from relay import Relay
+
+from quire.config.engine import EngineConfig
+from quire.core.params import SamplingParams, ThinkTags
+from quire.core.scheduler.preemption import assess
+from quire.core.speculation.automaton import SuffixAutomaton
+from quire.core.speculation.lookup import LookupDrafter, OutputMemory
+from quire.core.speculation.ngrams import NgramIndex
+from quire.core.speculation.speculator import Speculator
+from quire.engine.assembly.builder import prepare_model
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.requests import RequestBuilder
+from quire.engine.loop.engine import Engine
+from quire.engine.process.journal import Journal
+
+MakeEngine = Callable[..., Engine]
+Answers = dict[str, tuple[Any, ...]]
+VOCAB_SIZE = 256
+
+
+def _prompt(seed: int, length: int, *, repeats: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 250) for _ in range(length)] * repeats
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+LOOP = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2}
+MARKS = ThinkTags("<think>", "</think>", is_open=True)
+_TEMPERATURES = (0.0, 0.7, 1.0)
+
+REQUESTS: Mapping[str, tuple[list[int], dict[str, Any]]] = {
+    **{f"t={t}": (_prompt(1, 13, repeats=3), {"temperature": t}) for t in _TEMPERATURES},
+    **{
+        f"penalties t={t}": (
+            _prompt(2, 23),
+            {
+                "temperature": t, "presence_penalty": 0.7, "frequency_penalty": 0.4,
+                "repetition_penalty": 1.3,
+            },
+        )
+        for t in _TEMPERATURES
+    },
+    "filters": (_prompt(3, 17), {"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
+    "few tokens": (_prompt(4, 12), {"temperature": 3.0, "allowed_token_ids": [5, 6, 7]}),
+    "bad words": (
+        _prompt(4, 12),
+        {"temperature": 3.0, "allowed_token_ids": [67, 68, 69], "bad_words": ["ab", "cca"]},
+    ),
+    "biased": (
+        _prompt(5, 9),
+        {"logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 6, "stop_token_ids": [5, 9]},
+    ),
+    "loop": (
+        _prompt(6, 12),
+        {"temperature": 3.0, "allowed_token_ids": [5, 6], "repetition_detection": LOOP},
+    ),
+    "stop token": (
+        _prompt(7, 10), {"allowed_token_ids": [65, 66, 67, 68], "stop_token_ids": [68]},
+    ),
+    "stop string": (_prompt(8, 10), {"allowed_token_ids": [67, 68, 69], "stop": ["bcb", "cab"]}),
+    "stop kept": (
+        _prompt(9, 10),
+        {
+            "allowed_token_ids": [67, 68, 69], "stop": ["ab"], "min_tokens": 4,
+            "include_stop_str_in_output": True,
+        },
+    ),
+    "three": (_prompt(10, 14), {"n": 3, "allowed_token_ids": [5, 6, 7]}),
+    "long": (_prompt(11, 60), {"temperature": 0.7}),
+    "scored": (_prompt(12, 20), {"prompt_logprobs": 2, "logprobs_mode": "raw_logprobs"}),
+    "plain": (_prompt(13, 20, repeats=2), {"logprobs": None}),
+    "plain greedy": (_prompt(14, 20, repeats=2), {"logprobs": None, "temperature": 0.0}),
+    "thinking": (_prompt(15, 26), {"thinking_token_budget": 5, "thinking_marks": MARKS}),
+    "json": (_prompt(16, 21), {"ignore_eos": False, "structured_outputs": {"json": SCHEMA}}),
+    "regex": (
+        _prompt(17, 5),
+        {"temperature": 0.0, "ignore_eos": False, "structured_outputs": {"regex": "[ab]{9}-[0-9]*"}},
+    ),
+}  # fmt: skip
+if not HAS_GRAMMARS:
+    REQUESTS = {
+        name: each for name, each in REQUESTS.items() if "structured_outputs" not in each[1]
+    }
+COMMON = {"max_tokens": 24, "logprobs": 3, "ignore_eos": True, "seed": 7}
+ENGINE = {"tokenizer": "quire-storyteller"}  # its first 256 tokens: bytes, among others
+
+
+def _submit(engine: Engine, suffix: str = "") -> None:
+    for name, (prompt, options) in REQUESTS.items():
+        params = SamplingParams(**{**COMMON, **options})
+        engine.add_request(name + suffix, {"prompt_token_ids": prompt}, params)
+
+
+def _answer(output: RequestOutput) -> tuple[Any, ...]:
+    sequences = [
+        (
+            each.text, each.token_ids, each.logprobs, each.cumulative_logprob, each.finish_reason,
+            each.stop_reason,
+        )
+        for each in output.outputs
+    ]  # fmt: skip
+    return (*sequences, output.prompt_logprobs, output.error)
+
+
+def _answers(engine: Engine, after_step: Callable[[], None] = lambda: None) -> Answers:
+    _submit(engine)
+    return {name: _answer(output) for name, output in run_all(engine, after_step).items()}
+
+
+_PLAIN: dict[str, Answers] = {}
+
+
+@pytest.fixture
+def plain(make_engine: MakeEngine) -> Answers:
+    """What an engine answers that guesses nothing."""
+    if not _PLAIN:
+        _PLAIN["all"] = _answers(make_engine(**ENGINE))
+    return _PLAIN["all"]
+
+
+def _known(plain: Answers) -> dict[str, list[int]]:
+    names = {
+        f"{name}#{index}" if index else name: sequence[1]
+        for name, answer in plain.items()
+        for index, sequence in enumerate(answer[:-2])
+    }
+    # What the texts cut off is not known; what comes after the end must not matter.
+    return {name: [*tokens, *[5] * 8] for name, tokens in names.items()}
+
+
+GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
+    "ngram": lambda plain: Speculator(LookupDrafter(lambda: NgramIndex(1, 3)), 5),
+    "suffix": lambda plain: Speculator(LookupDrafter(SuffixAutomaton, OutputMemory()), 7),
+    "any tokens": lambda plain: Speculator(AnyTokens(VOCAB_SIZE), 4),
+    "always right": lambda plain: Speculator(KnownAnswers(_known(plain), vocab_size=VOCAB_SIZE), 8),
+    "often right": lambda plain: Speculator(
+        KnownAnswers(_known(plain), chance=0.7, vocab_size=VOCAB_SIZE), 3
+    ),
+}
+
+
+@pytest.fixture(params=GUESSERS)
+def guesser(request: pytest.FixtureRequest, plain: Answers) -> Callable[[Engine], Engine]:
+    return lambda engine: guess_with(engine, GUESSERS[request.param](plain))
+
+
+def _num_guessed(engine: Engine) -> int:
+    return engine.scheduler.stats.num_run_tokens
+
+
+def test_the_table_has_every_end(plain: Answers) -> None:
+    ends = {name: (answer[0][4], answer[0][5]) for name, answer in plain.items()}
+    assert ends["t=0.7"] == ("length", None)
+    assert ends["stop token"] == ("stop", 68)
+    assert ends["stop string"][0] == ends["stop kept"][0] == "stop"
+    assert ends["loop"] == ("repetition", "repetition_detected")
+    assert all(answer[-1] is None for answer in plain.values())
+
+
+def test_guesses_change_no_bit(
+    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+) -> None:
+    engine = guesser(make_engine(**ENGINE))
+    assert _answers(engine) == plain
+    assert _num_guessed(engine) > 50
+
+
+def test_guesses_change_no_bit_in_other_circumstances(
+    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+) -> None:
+    for options in (
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        {"overlap": "on"},
+        {"num_blocks": 9, "max_num_seqs": 6, "max_model_len": 128},
+        {"block_size": 4, "enable_prefix_caching": False},
+        {"enable_chunked_prefill": False},
+    ):
+        engine = guesser(make_engine(**ENGINE, **options))
+        assert _answers(engine) == plain, options
+        assert _num_guessed(engine) > 20, options
+
+
+def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
+    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+) -> None:
+    engine = guesser(make_engine(**ENGINE))
+    rng = random.Random(3)
+
+    def preempt() -> None:
+        scheduler = engine.scheduler
+        for sequence in scheduler.running.copy():
+            if rng.random() < 0.15:
+                pool = scheduler.manager.pool
+                scheduler._preempt(assess(sequence, None, pool, scheduler.limits.block_size))
+
+    assert _answers(engine, preempt) == plain
+    assert engine.scheduler.stats.num_preemptions > 8
+
+
+def test_what_was_rejected_is_not_found_in_the_cache(
+    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+) -> None:
+    """The second answers rest on blocks that the first ones left, the third on those of both."""
+    engine = guesser(make_engine(**ENGINE))
+    for round in range(3):
+        _submit(engine, f" {round}")
+        found = {name.rsplit(" ", 1)[0]: _answer(each) for name, each in run_all(engine).items()}
+        assert found == plain
+    assert engine.scheduler.blocks.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("replace_every", [0, 3])
+def test_guesses_change_no_bit_beyond_an_engine_that_is_lost(
+    replace_every: int, make_engine: MakeEngine, tiny_config: Path, plain: Answers
+) -> None:
+    """The server's process finds stop strings, and tells a new engine how far an answer is."""
+
+    def next_engine() -> Engine:
+        return guess_with(make_engine(**ENGINE), GUESSERS["often right"](plain))
+
+    options = {"load_format": "dummy", "kv_cache_memory": "512KiB", **ENGINE}
+    prepared = prepare_model(EngineConfig(model=str(tiny_config), **options))
+    requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
+    relay = Relay(requests, Journal(prepared.tokenizer), next_engine)
+    for name, (prompt, given) in REQUESTS.items():
+        relay.add(name, prompt, SamplingParams(**{**COMMON, **given}))
+    outputs = relay.run(replace_every=replace_every)
+    assert {name: _answer(each[-1]) for name, each in outputs.items()} == plain
+
+
+def test_a_guess_saves_steps(make_engine: MakeEngine, plain: Answers) -> None:
+    engine = make_engine(**ENGINE)
+    assert _answers(engine) == plain
+    other = guess_with(make_engine(**ENGINE), GUESSERS["always right"](plain))
+    assert _answers(other) == plain
+    assert other.scheduler.stats.num_steps < engine.scheduler.stats.num_steps / 3

@@ -1,0 +1,59 @@
+"""Drafters for tests: what they guess is known, or any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from quire.core.request import Sequence
+from quire.core.speculation.drafters import Draft
+from quire.core.speculation.speculator import Speculator
+from quire.engine.loop.engine import Engine
+
+
+class AnyTokens:
+    """Implements `Drafter`: guesses any tokens at all, most of which are wrong."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size, self._random = vocab_size, Random(seed)
+
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        count = self._random.randint(0, most)
+        return Draft([self._random.randrange(self._vocab_size) for _ in range(count)], 1)
+
+    def end(self, sequence: Sequence) -> None:
+        pass
+
+
+class KnownAnswers:
+    """Implements `Drafter`: knows each sequence's answer by its name, and errs now and then."""
+
+    def __init__(
+        self,
+        answers: Mapping[str, list[int]],
+        *,
+        chance: float = 1.0,
+        vocab_size: int,
+        seed: int = 0,
+    ) -> None:
+        self._answers, self._chance = answers, chance
+        self._vocab_size, self._random = vocab_size, Random(seed)
+
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        known = self._answers.get(sequence.name, [])
+        guesses = known[sequence.num_output_tokens :][:most]
+        return Draft([self._perhaps(token_id) for token_id in guesses], 1)
+
+    def end(self, sequence: Sequence) -> None:
+        pass
+
+    def _perhaps(self, token_id: int) -> int:
+        is_right = self._random.random() < self._chance
+        return token_id if is_right else self._random.randrange(self._vocab_size)
+
+
+def guess_with(engine: Engine, speculator: Speculator) -> Engine:
+    """Have an engine without requests guess."""
+    assert not engine.has_work
+    engine.scheduler.look_ahead = speculator
+    return engine
