@@ -236,7 +236,7 @@ def test_guesses_change_no_bit_beyond_an_engine_that_is_lost(
     def next_engine() -> Engine:
         return guess_with(make_engine(**ENGINE), GUESSERS["often right"](plain))
 
-    options = {"load_format": "dummy", "kv_cache_memory": "512KiB", **ENGINE}
+    options: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", **ENGINE}
     prepared = prepare_model(EngineConfig(model=str(tiny_config), **options))
     requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
     relay = Relay(requests, Journal(prepared.tokenizer), next_engine)
