@@ -22,10 +22,13 @@ constexpr int64_t MAX_TOKENS = int64_t{1} << 31;  // of a step: they are counted
 constexpr int64_t MIN_TASK_ROWS = 96;  // of a task that others are cut off from, for every thread to have some
 
 // A wrong index is a bug of the caller's; it must not become an access outside the cache.
-static void check(const AttentionProblem &problem, const Sequences &sequences) {
+static void check_starts(const Sequences &sequences) {
     if (sequences.query_start[0] != 0 || sequences.query_start[sequences.count] != sequences.num_tokens) {
-        throw std::invalid_argument("paged_attention: query_start must run from 0 to the number of query rows");
+        throw std::invalid_argument("attention: query_start must run from 0 to the number of query rows");
     }
+}
+
+static void check_blocks(const AttentionProblem &problem, const Sequences &sequences) {
     for (int64_t s = 0; s < sequences.count; ++s) {
         const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s],
                       context = sequences.context_len[s];
@@ -43,6 +46,22 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
             }
         }
     }
+}
+
+// The whole of every sequence is there.
+static void check_rows(const AttentionProblem &problem, const Sequences &sequences) {
+    for (int64_t s = 0; s < sequences.count; ++s) {
+        const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s], context = sequences.context_len[s];
+        if (rows < 1 || context != rows || (problem.bias != nullptr && rows > problem.bias_reach + 1)) {
+            throw std::invalid_argument("attention: sequence " + std::to_string(s) + " has " + std::to_string(rows) +
+                                        " rows of a context of " + std::to_string(context));
+        }
+    }
+}
+
+static void check(const AttentionProblem &problem, const Sequences &sequences) {
+    check_starts(sequences);
+    problem.is_bidirectional() ? check_rows(problem, sequences) : check_blocks(problem, sequences);
 }
 
 // Rows of a task, at most. More of them share what is done to keys and values; fewer leave every thread four tasks.
@@ -89,7 +108,7 @@ static void add_tasks(const AttentionProblem &problem, const Sequences &sequence
             task.context_len = context;
             const int64_t seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
             task.first_split = static_cast<int32_t>(seen / SPLIT);
-            task.last_split = static_cast<int32_t>(ceil_div(task.first_position + task.num_positions, SPLIT));
+            task.last_split = static_cast<int32_t>(ceil_div(task.end_of_keys(problem), SPLIT));
             tasks.push_back(task);
         }
     });
@@ -115,7 +134,8 @@ static Division divide(const AttentionProblem &problem, const Sequences &sequenc
     // As few as leave each thread four tasks or so.
     const int64_t num_alone = sequences.count * problem.cache.num_kv_heads * ceil_div(group, heads);
     const int64_t max_members = min64(max_rows / heads, num_alone / (int64_t{4} * team));
-    Division division{find_shared_prefixes(problem, sequences, max_members), {}};
+    Division division;
+    if (!problem.is_bidirectional()) division.prefixes = find_shared_prefixes(problem, sequences, max_members);
     std::vector<bool> is_member(sequences.count);
     for (const SharedPrefix &prefix : division.prefixes) {
         for (const Member &member : prefix.members) is_member[member.sequence] = true;
@@ -127,9 +147,9 @@ static Division divide(const AttentionProblem &problem, const Sequences &sequenc
     return division;
 }
 
-static int64_t cost_of(const AttentionTask &task) {
+static int64_t cost_of(const AttentionProblem &problem, const AttentionTask &task) {
     if (task.members == nullptr) {
-        return (task.num_rows() + 8) * (task.first_position + task.num_positions - task.first_split * int64_t{SPLIT});
+        return (task.num_rows() + 8) * (task.end_of_keys(problem) - task.first_split * int64_t{SPLIT});
     }
     int64_t total = (task.num_rows() + 8) * task.shared_end;
     for (int64_t p = 0; p < task.num_positions; ++p) {
@@ -182,6 +202,11 @@ static void attend_in_splits(const KernelTable &table, const AttentionProblem &p
     }
 }
 
+KVCache rows_as_cache(void *keys, void *values, DType dtype, int64_t num_kv_heads, int64_t head_size) {
+    const KVFormat format = dtype == DType::f32 ? KVFormat::f32 : KVFormat::bf16;
+    return KVCache{keys, values, format, 0, num_kv_heads, 1, head_size};
+}
+
 void paged_attention(const AttentionProblem &problem, const Sequences &sequences) {
     const Stopwatch stopwatch(KernelClass::attention);
     check(problem, sequences);
@@ -190,7 +215,7 @@ void paged_attention(const AttentionProblem &problem, const Sequences &sequences
     std::vector<AttentionTask> &tasks = division.tasks;
     int64_t total = 0, num_pieces = 0;
     for (AttentionTask &task : tasks) {
-        task.cost = cost_of(task);
+        task.cost = cost_of(problem, task);
         total += task.cost;
         num_pieces += task.last_split - task.first_split;
     }
@@ -237,7 +262,44 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
     paged_attention(problem, Sequences{starts, lengths, num_sequences, num_tokens});
 }
 
+// Rows of queries, keys and values lie side by side, `stride` elements from token to token.
+static void attend_rows(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out, int dtype, int64_t num_tokens,
+                        int64_t stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size, uintptr_t query_start,
+                        uintptr_t context_len, int64_t num_sequences, float scale, int64_t window, uintptr_t bias,
+                        int64_t bias_reach) {
+    const Arguments args("bidirectional_attention");
+    const DType type = args.dtype(dtype);
+    args.between(1, MAX_HEAD_SIZE, "the head size", head_size);
+    args.between(1, MAX_HEADS, "the number of KV heads", num_kv_heads);
+    args.between(1, MAX_HEADS, "the number of heads", num_heads);
+    args.require(num_heads % num_kv_heads == 0, "heads must be a multiple of KV heads");
+    args.between(0, MAX_TOKENS - 1, "the number of tokens", num_tokens);
+    args.between(0, MAX_TOKENS - 1, "the number of sequences", num_sequences);
+    args.between(0, MAX_TOKENS - 1, "the reach of the bias", bias_reach);
+    const int64_t width = num_heads * head_size, kv_width = num_kv_heads * head_size;
+    const Memory from = args.rows("query", query, type, num_tokens, stride, width);
+    const Memory keys = args.rows("key", key, type, num_tokens, stride, kv_width);
+    const Memory values = args.rows("value", value, type, num_tokens, stride, kv_width);
+    const Memory to = args.memory("out", out, type, {num_tokens, width});
+    for (const Memory &each : {from, keys, values}) args.apart(to, each);
+    AttentionProblem problem{};
+    problem.query = from.as<const void>();
+    problem.out = to.as<void>();
+    problem.dtype = type;
+    problem.num_heads = num_heads;
+    problem.query_stride = problem.row_stride = stride;
+    problem.cache = rows_as_cache(keys.as<void>(), values.as<void>(), type, num_kv_heads, head_size);
+    problem.scale = args.finite("the scale", scale);
+    problem.window = args.count("the window", window);
+    problem.bias = args.array<const float>("bias", bias, {bias == 0 ? 0 : num_heads, 2 * bias_reach + 1});
+    problem.bias_reach = bias_reach;
+    const int32_t *starts = args.array<const int32_t>("query_start", query_start, {num_sequences + 1});
+    const int32_t *lengths = args.array<const int32_t>("context_len", context_len, {num_sequences});
+    paged_attention(problem, Sequences{starts, lengths, num_sequences, num_tokens});
+}
+
 static void bind_attention(nb::module_ &m) {
+    m.def("bidirectional_attention", &attend_rows, nb::call_guard<nb::gil_scoped_release>());
     m.def("paged_attention", &attend, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_attention);

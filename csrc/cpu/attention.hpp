@@ -18,8 +18,11 @@ struct Sequences {
     int64_t count, num_tokens;   // num_tokens: query rows
 };
 
-// Causal attention of the batch, from problem.query to problem.out. Keys and values of all positions below context_len
-// are in the cache already.
+// The keys and values of a problem without a cache (`row_stride`): rows of the step's own tokens.
+KVCache rows_as_cache(void *keys, void *values, DType dtype, int64_t num_kv_heads, int64_t head_size);
+
+// Attention of the batch, from problem.query to problem.out. Causal: keys and values of all positions below context_len
+// are in the cache already. Bidirectional: each sequence's context is its rows.
 void paged_attention(const AttentionProblem &problem, const Sequences &sequences);
 
 // New keys and values [T, KV heads, D], tokens `*_stride` elements apart, and the slots (block * block size + offset)

@@ -118,6 +118,14 @@ struct AttentionProblem {
     int64_t table_stride;
     float scale, soft_cap;  // soft_cap 0: none
     int64_t window;         // 0: none
+    // Attention without a cache: every position sees all of its sequence, or, with a window, the positions less than that
+    // away. Keys and values are then rows [T, KV heads, D] of the step's own tokens, `row_stride` elements apart, which
+    // `cache` points to in a format of floats; there are no blocks. 0: causal, by blocks.
+    int64_t row_stride;
+    const float *bias;   // [heads][2 * bias_reach + 1], added to scores by key position - query position; null: none
+    int64_t bias_reach;
+
+    bool is_bidirectional() const { return row_stride > 0; }
 };
 
 // A decoding sequence of several that begin with the same blocks.
@@ -145,6 +153,15 @@ struct AttentionTask {
     int64_t num_rows() const { return int64_t{num_heads} * num_positions; }
     int64_t row(int64_t p) const { return members != nullptr ? members[p].row : first_row + p; }
     int64_t position(int64_t p) const { return members != nullptr ? members[p].position : first_position + p; }
+    // One behind the last position that the query at `at` sees.
+    int64_t end_of_sight(const AttentionProblem &problem, int64_t at) const {
+        if (!problem.is_bidirectional()) return at + 1;
+        return problem.window > 0 ? min64(context_len, at + problem.window) : context_len;
+    }
+    // The same of all its queries.
+    int64_t end_of_keys(const AttentionProblem &problem) const {
+        return end_of_sight(problem, first_position + num_positions - 1);
+    }
 
     // What is left of a member behind the shared keys.
     AttentionTask rest_of(int64_t p) const {

@@ -233,9 +233,18 @@ void Pass::attend(const Operation &operation) const {
     problem.dtype = dtype_;
     problem.num_heads = operation.heads.num_queries;
     problem.query_stride = operation.x.width;
-    problem.cache = caches_[operation.cache];
-    problem.block_tables = step_.block_tables;
-    problem.table_stride = step_.table_stride;
+    if (operation.cache == Operation::NO_CACHE) {
+        const Heads &heads = operation.heads;
+        void *const keys = offset(at(operation.x), heads.query_width(), dtype_);
+        problem.cache = rows_as_cache(keys, offset(keys, heads.key_width(), dtype_), dtype_, heads.num_keys, heads.size);
+        problem.row_stride = heads.width();
+        problem.bias = operation.bias;
+        problem.bias_reach = operation.bias_reach;
+    } else {
+        problem.cache = caches_[operation.cache];
+        problem.block_tables = step_.block_tables;
+        problem.table_stride = step_.table_stride;
+    }
     problem.scale = operation.scale;
     problem.soft_cap = operation.soft_cap;
     problem.window = operation.window;

@@ -64,9 +64,11 @@ struct Operation {
     Heads heads;
     const float *rope;  // [positions, 2, rope_half]; null: none
     int64_t rope_half;
-    int64_t cache;          // its number, or NO_CACHE
+    int64_t cache;          // its number, or NO_CACHE; attend: then keys and values are x's own, and attention bidirectional
     float scale, soft_cap;  // attend; soft_cap 0: none
     int64_t window;         // attend; 0: none
+    const float *bias;      // attend without a cache: [queries][2 * bias_reach + 1]; null: none
+    int64_t bias_reach;
 };
 
 // The tokens of one step, and where everything of them is.

@@ -97,7 +97,7 @@ static void check_heads(const Arguments &args, const Operation &each) {
     args.between(0, MAX_HEADS, "the number of KV heads", heads.num_keys);
     args.between(Operation::NO_CACHE, MAX_HEADS, "the cache", each.cache);
     if (each.kind == Kind::attend) {
-        args.require(each.cache != Operation::NO_CACHE, "attention without a cache");
+        args.require(each.cache != Operation::NO_CACHE || each.x.width == heads.width(), "attention without keys and values");
         args.require(heads.num_keys > 0 && heads.num_queries % heads.num_keys == 0, "heads must be a multiple of KV heads");
     }
     args.between(0, heads.size / 2, "rope_half", each.rope_half);
@@ -109,7 +109,7 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
                           const std::vector<Place> &outputs, const Lookup *table, bool of_positions, float factor,
                           const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
                           int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
-                          float scale, float soft_cap, int64_t window) {
+                          float scale, float soft_cap, int64_t window, uintptr_t bias, int64_t bias_reach) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
     const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
@@ -149,6 +149,10 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.scale = args.finite("the scale", scale);
     each.soft_cap = args.magnitude("the soft cap", soft_cap);
     each.window = args.count("the window", window);
+    args.between(0, int64_t{1} << 31, "the reach of the bias", bias_reach);
+    args.require(bias == 0 || each.cache == Operation::NO_CACHE, "a bias is for attention without a cache");
+    each.bias = args.array<const float>("bias", bias, {bias == 0 ? 0 : heads[0], 2 * bias_reach + 1});
+    each.bias_reach = bias_reach;
     if (each.kind == Kind::prepare_heads || each.kind == Kind::attend) check_heads(args, each);
     args.require(do_values_fit(each), "values that do not fit");
     operations.num_caches = max64(operations.num_caches, cache + 1);
@@ -206,7 +210,7 @@ static void bind_program(nb::module_ &m) {
         .def("__init__", &init_operations, "dtype"_a, "width"_a)
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "activation"_a, "heads"_a,
-             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a);
+             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "bias"_a, "bias_reach"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
         .def("set_caches", &Program::set_caches, "caches"_a)

@@ -149,6 +149,8 @@ class Weights:
     """As `Kernels.rope` takes them, halves paired; each has `max_model_len` positions."""
     max_model_len: int
     """Positions are below it."""
+    biases: tuple[Tensor, ...] = ()
+    """As `Kernels.bidirectional_attention` takes them, for `max_model_len` positions."""
 
 
 class ForwardPass(Protocol):
@@ -314,6 +316,27 @@ class Kernels(Protocol):
         replaces a score s by `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned
         to absolute positions, never to blocks, so that the block size does not change a bit of the
         result.
+        """
+        ...
+
+    def bidirectional_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of whole sequences over themselves, without a cache: query [T, heads, D], key
+        and value [T, KV heads, D] -> [T, heads, D], contiguous.
+
+        They are views of one tensor of rows, whose last two dimensions are contiguous. Every
+        sequence's context is its query rows. `window` limits a query to keys less than that away,
+        on both sides. `bias`, float32 [heads, 2 * P - 1], is added to scaled scores: column
+        P - 1 + (key position - query position).
         """
         ...
 

@@ -159,6 +159,12 @@ class Interpreter:
                     soft_cap=soft_cap,
                 )
                 return attended.flatten(1)
+            case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
+                table = None if bias is None else weights.biases[bias]
+                attended = kernels.bidirectional_attention(
+                    *split_heads(x, heads), step.batch, scale=scale, window=window, bias=table
+                )
+                return attended.flatten(1)
             case ops.Add():
                 return x + y
             case ops.Norm(norm=norm):

@@ -103,6 +103,9 @@ class AttentionSpec:
     window: int | None = None
     """A query at position p sees the keys at positions above p - window."""
     soft_cap: float | None = None
+    is_causal: bool = True
+    """Else a query sees all keys of its text, in a window those before and behind it; nothing is
+    cached."""
 
     @property
     def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
@@ -138,11 +141,13 @@ Mixer = AttentionSpec | MlpSpec
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    """`post_norm(mixer(norm(x)))`; either norm may be absent."""
+    """`post_norm(mixer(norm(x)))`; any norm may be absent."""
 
     norm: NormSpec | None
     mixer: Mixer
     post_norm: NormSpec | None = None
+    sum_norm: NormSpec | None = None
+    """Of the residual stream, once the output has joined it (as in BERT)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,41 @@ class BlockSpec:
 def sequential(*sublayers: Sublayer) -> BlockSpec:
     """Return a block whose sublayers follow one another."""
     return BlockSpec(tuple((sublayer,) for sublayer in sublayers))
+
+
+PoolingKind = Literal["last", "cls", "mean", "max", "mean_sqrt_len", "weighted_mean"]
+"""How one vector is made of a text's hidden states."""
+DenseActivation = Literal["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh", "silu"]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A layer on a pooled vector: `norm(activation(linear(x)))`, in float32."""
+
+    linear: LinearSpec
+    activation: DenseActivation = "none"
+    norm: NormSpec | None = None
+    folder: str | None = None
+    """The folder inside the model's whose file holds it; None: the checkpoint itself does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """From hidden states to the logits of classes."""
+
+    kind: PoolingKind
+    layers: tuple[DenseSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PositionBiasSpec:
+    """What all layers add to scores by how far a key is from its query, in buckets that become
+    wider with the distance (T5, arXiv:1910.10683)."""
+
+    table: TensorSpec
+    """[buckets, heads]: of keys before the query and at it, then of those behind it."""
+    max_distance: int
+    """Keys further away share the last bucket."""
 
 
 class KVLayerSpec(NamedTuple):
@@ -195,7 +235,7 @@ class FlopsPerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A whole decoder."""
+    """A whole decoder; or an encoder, whose attention is not causal."""
 
     architecture: str
     max_position_embeddings: int
@@ -204,18 +244,33 @@ class DecoderSpec:
     """What the checkpoint says its weights are: float32, bfloat16 or float16."""
     embedding: TensorSpec
     blocks: tuple[BlockSpec, ...]
-    final_norm: NormSpec
-    head: LinearSpec
-    """Shares the embedding's tensor where the two are tied."""
+    final_norm: NormSpec | None
+    head: LinearSpec | None
+    """Shares the embedding's tensor where the two are tied. None: there are no logits of tokens."""
     embedding_scale: float = 1.0
     position_embedding: TensorSpec | None = None
     final_soft_cap: float | None = None
     optional_prefix: str = "model."
     """Names may come without it (checkpoints of the bare decoder)."""
+    embedding_norm: NormSpec | None = None
+    token_types: TensorSpec | None = None
+    """Added to the tokens' embeddings: of texts, and of second texts in a pair, whose token ids are
+    those of the vocabulary plus its size."""
+    position_bias: PositionBiasSpec | None = None
+    classifier: ClassifierSpec | None = None
+    unused: tuple[str, ...] = ()
+    """Beginnings of names of tensors that a checkpoint may hold besides."""
 
     @property
     def vocab_size(self) -> int:
-        return self.embedding.shape[0]
+        """Token ids that there are: as many for each type of text."""
+        num_types = 1 if self.token_types is None else self.token_types.shape[0]
+        return self.embedding.shape[0] * num_types
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether hidden states depend on what comes after them."""
+        return not all(attention.is_causal for attention in self.attentions)
 
     @property
     def context_len(self) -> int:
@@ -245,7 +300,7 @@ class DecoderSpec:
 
     @property
     def is_tied(self) -> bool:
-        return self.head.weight.name == self.embedding.name
+        return self.head is not None and self.head.weight.name == self.embedding.name
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -255,12 +310,13 @@ class DecoderSpec:
     @cached_property
     def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
         """Every matrix product as the parts that are stacked into one weight;
-        the head is the last."""
-        return (*(parts for block in self.blocks for parts in block.projections), (self.head,))
+        the head, where there is one, is the last."""
+        head = () if self.head is None else ((self.head,),)
+        return (*(parts for block in self.blocks for parts in block.projections), *head)
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """Every attention; each has a KV cache, in this order."""
+        """Every attention; each that is causal has a KV cache, in this order."""
         return tuple(
             mixer
             for block in self.blocks
@@ -271,7 +327,11 @@ class DecoderSpec:
     @property
     def kv_layers(self) -> tuple[KVLayerSpec, ...]:
         """For memory planning."""
-        return tuple(KVLayerSpec(a.num_kv_heads, a.head_dim, a.window) for a in self.attentions)
+        return tuple(
+            KVLayerSpec(a.num_kv_heads, a.head_dim, a.window)
+            for a in self.attentions
+            if a.is_causal
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -300,8 +360,8 @@ class DecoderSpec:
         keys_and_values = 2 * last.num_kv_heads * last.head_dim * self.hidden_size
         return FlopsPerToken(
             layers=2 * sum(layers),
-            head=2 * self.head.weight.num_elements,
-            outputs=2 * (layers[-1] - keys_and_values),
+            head=0 if self.head is None else 2 * self.head.weight.num_elements,
+            outputs=2 * (layers[-1] - keys_and_values) if last.is_causal else 0,
         )
 
     def attention_flops(self, context_len: int, *, is_wanted: bool = True) -> int:
@@ -362,10 +422,11 @@ def rms_norm(name: str, size: int, eps: float, *, weight_offset: float = 0.0) ->
     return NormSpec("rms", weight, eps, weight_offset=weight_offset)
 
 
-def layer_norm(name: str, size: int, eps: float) -> NormSpec:
-    """`name.weight` and `name.bias`."""
+def layer_norm(name: str, size: int, eps: float, *, has_bias: bool = True) -> NormSpec:
+    """`name.weight`, and `name.bias` if there is one."""
     weight = TensorSpec(f"{name}.weight", (size,), centre=1.0)
-    return NormSpec("layer", weight, eps, bias=TensorSpec(f"{name}.bias", (size,)))
+    bias = TensorSpec(f"{name}.bias", (size,)) if has_bias else None
+    return NormSpec("layer", weight, eps, bias=bias)
 
 
 def _walk_tensors(node: object) -> Iterator[TensorSpec]:

@@ -73,6 +73,17 @@ def read_dimensions(config: ConfigReader) -> Dimensions:
     )
 
 
+def read_num_labels(config: ConfigReader) -> int | None:
+    """Classes of a model that classifies texts; None for any other."""
+    config.ignore("num_labels", "id2label", "label2id", "problem_type")
+    if not config.architecture.endswith("ForSequenceClassification"):
+        return None
+    names = config.raw("id2label") if config.has("id2label") else None
+    if isinstance(names, dict) and names:
+        return len(names)
+    return config.integer("num_labels", 2)
+
+
 def read_dtype(config: ConfigReader) -> str:
     """Return the checkpoint's own dtype: `dtype`, in older files `torch_dtype`;
     float32 where neither says."""

@@ -14,6 +14,7 @@ from quire.models.declaration import (
     LinearSpec,
     MlpSpec,
     NormSpec,
+    PositionBiasSpec,
     Sublayer,
     TensorSpec,
 )
@@ -33,6 +34,7 @@ class Parameters:
     vectors: tuple[TensorSpec, ...]
     """Weights and biases of norms."""
     ropes: tuple[RopeSpec, ...]
+    biases: tuple[PositionBiasSpec, ...] = ()
 
 
 def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
@@ -57,14 +59,22 @@ class _Lowering:
             for stage in block.stages:
                 stream = self._stage(stage, stream)
         head = ops.Head(
-            self._norm_weights(spec.final_norm), self._linear_number(), spec.final_soft_cap
+            None if spec.final_norm is None else self._norm_weights(spec.final_norm),
+            None if spec.head is None else self._linear_number(),
+            spec.final_soft_cap,
         )
         tables = (
             (spec.embedding,)
             if spec.position_embedding is None
             else (spec.embedding, spec.position_embedding)
         )
-        parameters = Parameters(spec.projections, tables, tuple(self._vectors), tuple(self._ropes))
+        parameters = Parameters(
+            spec.projections,
+            tables,
+            tuple(self._vectors),
+            tuple(self._ropes),
+            () if spec.position_bias is None else (spec.position_bias,),
+        )
         return ops.Program(tuple(self._operations), tuple(self._widths), stream, head), parameters
 
     def _value(self, width: int) -> int:
@@ -83,7 +93,7 @@ class _Lowering:
         if spec.position_embedding is not None:
             position = self._emit(ops.Embed((), (self._value(width),), 1, "positions"))
             x = self._add(x, position)
-        return x
+        return self._norm(spec.embedding_norm, x)
 
     def _stage(self, stage: tuple[Sublayer, ...], stream: int) -> int:
         """Return the stream behind sublayers that all read it as it was;
@@ -97,7 +107,7 @@ class _Lowering:
             outputs.append(self._norm(sublayer.post_norm, output))
         for output in outputs:
             stream = self._add(stream, output)
-        return stream
+        return self._norm(stage[-1].sum_norm, stream)
 
     def _mixer(self, mixer: AttentionSpec | MlpSpec, x: int) -> int:
         return (
@@ -123,6 +133,11 @@ class _Lowering:
             x = self._emit(
                 ops.Rope((x,), row(), heads, self._ropes.setdefault(spec.rope, len(self._ropes)))
             )
+        if not spec.is_causal:
+            bias = None if self._spec.position_bias is None else 0
+            out = (self._value(heads.query_width),)
+            x = self._emit(ops.AttendAll((x,), out, heads, spec.scale, spec.window, bias))
+            return self._linear(x, spec.output)
         cache = self._num_caches
         self._num_caches += 1
         x = self._emit(ops.WriteKV((x,), row(), heads, cache))

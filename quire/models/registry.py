@@ -4,33 +4,85 @@ the one table of the architectures that Quire implements."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from quire.errors import UnsupportedModelError
+from quire.models.bert import declare_bert, declare_distilbert, declare_mpnet, declare_roberta
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import DecoderSpec
+from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, linear
+from quire.models.dimensions import read_num_labels
 from quire.models.gemma2 import declare_gemma2
 from quire.models.gemma3 import declare_gemma3
 from quire.models.gpt2 import declare_gpt2
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
+from quire.models.modernbert import declare_modernbert
+from quire.models.nomic_bert import declare_nomic_bert
 from quire.models.olmo2 import declare_olmo2
 from quire.models.phi3 import declare_phi3
 from quire.models.qwen2 import declare_qwen2
 from quire.models.qwen3 import declare_qwen3
 from quire.models.smollm3 import declare_smollm3
 
-ARCHITECTURES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
-    "Gemma2ForCausalLM": declare_gemma2,
-    "Gemma3ForCausalLM": declare_gemma3,
-    "GPT2LMHeadModel": declare_gpt2,
-    "LlamaForCausalLM": declare_llama,
-    "MistralForCausalLM": declare_mistral,
-    "Olmo2ForCausalLM": declare_olmo2,
-    "Phi3ForCausalLM": declare_phi3,
-    "Qwen2ForCausalLM": declare_qwen2,
-    "Qwen3ForCausalLM": declare_qwen3,
-    "SmolLM3ForCausalLM": declare_smollm3,
+Declare = Callable[[ConfigReader], DecoderSpec]
+
+DECODERS: dict[str, Declare] = {
+    "Gemma2": declare_gemma2,
+    "Gemma3": declare_gemma3,
+    "Llama": declare_llama,
+    "Mistral": declare_mistral,
+    "Olmo2": declare_olmo2,
+    "Phi3": declare_phi3,
+    "Qwen2": declare_qwen2,
+    "Qwen3": declare_qwen3,
+    "SmolLM3": declare_smollm3,
 }
+"""Families of decoders: each generates text, makes vectors without its head (`...Model`), and
+classifies with another one."""
+ENCODERS: dict[str, Declare] = {
+    "Bert": declare_bert,
+    "DistilBert": declare_distilbert,
+    "MPNet": declare_mpnet,
+    "ModernBert": declare_modernbert,
+    "Roberta": declare_roberta,
+    "XLMRoberta": declare_roberta,
+}
+"""Families of encoders, which make vectors and classify."""
+
+
+def _headless(declare_family: Declare) -> Declare:
+    """A decoder whose checkpoint has no output projection."""
+    return lambda config: replace(declare_family(config), head=None)
+
+
+def _classifying(declare_family: Declare) -> Declare:
+    """A decoder with a layer for classes on the last token, as transformers has it."""
+
+    def declare_classifier(config: ConfigReader) -> DecoderSpec:
+        spec, num_labels = declare_family(config), read_num_labels(config)
+        assert num_labels is not None
+        layer = DenseSpec(linear("score", spec.hidden_size, num_labels))
+        return replace(spec, head=None, classifier=ClassifierSpec("last", (layer,)))
+
+    return declare_classifier
+
+
+ARCHITECTURES: dict[str, Declare] = {
+    **{f"{name}ForCausalLM": each for name, each in DECODERS.items()},
+    "GPT2LMHeadModel": declare_gpt2,
+}
+"""Models that generate text."""
+POOLING_ARCHITECTURES: dict[str, Declare] = {
+    **{f"{name}Model": _headless(each) for name, each in DECODERS.items()},
+    **{f"{name}ForSequenceClassification": _classifying(each) for name, each in DECODERS.items()},
+    **{
+        f"{name}{ending}": each
+        for name, each in ENCODERS.items()
+        for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    },
+    "NomicBertModel": declare_nomic_bert,
+}
+"""Models that only make vectors of texts, or classes."""
 
 
 def declare(config: Mapping[str, object]) -> DecoderSpec:
@@ -40,10 +92,11 @@ def declare(config: Mapping[str, object]) -> DecoderSpec:
     not implement.
     """
     architecture = _architecture(config)
-    if architecture not in ARCHITECTURES:
+    declare_family = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES.get(architecture)
+    if declare_family is None:
         raise UnsupportedModelError(
             f"the architecture {architecture[:120]!r} is not supported; supported: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"{', '.join(sorted({*ARCHITECTURES, *POOLING_ARCHITECTURES}))}"
         )
     reader = ConfigReader(config, architecture)
     if reader.has("quantization_config"):
@@ -52,7 +105,7 @@ def declare(config: Mapping[str, object]) -> DecoderSpec:
         )
     reader.require("is_encoder_decoder", False)
     reader.require("add_cross_attention", False)
-    spec = ARCHITECTURES[architecture](reader)
+    spec = declare_family(reader)
     reader.finish()
     return spec
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
-from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, LinearSpec, PositionBiasSpec, TensorSpec
 from quire.models.lowering import lower
 from quire.models.rope import RopeSpec
 from quire.nn.decoder import DecoderModel
+from quire.nn.position_bias import position_bias
 from quire.nn.rope import rope_table
 from quire.quant.linears import FloatLinears, LinearLoader
 from quire.weights.source import WeightSource
@@ -69,11 +70,13 @@ class _Builder:
                 f"{'; '.join(reasons)}"
             )
         embedding, head = self._ends(spec)
+        num_inner = len(parameters.linears) - len(head)
         weights = Weights(
-            linears=(*(self._linear(*parts) for parts in parameters.linears[:-1]), head),
+            linears=(*(self._linear(*parts) for parts in parameters.linears[:num_inner]), *head),
             tables=(embedding, *(self._tensor(each) for each in parameters.tables[1:])),
             vectors=tuple(self._tensor(each) for each in parameters.vectors),
             ropes=tuple(self._rope(each) for each in parameters.ropes),
+            biases=tuple(self._bias(each) for each in parameters.biases),
             max_model_len=self._max_model_len,
         )
         run = self._kernels.compile(program, weights)
@@ -82,11 +85,13 @@ class _Builder:
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))
 
-    def _ends(self, spec: DecoderSpec) -> tuple[EmbeddingTable, PackedLinear]:
-        """Return the embedding table and the head, which share their memory where they are tied
-        and the head holds floats."""
+    def _ends(self, spec: DecoderSpec) -> tuple[EmbeddingTable, tuple[PackedLinear, ...]]:
+        """Return the embedding table and the head, if there is one. They share their memory where
+        they are tied and the head holds floats."""
+        if spec.head is None:
+            return self._counted_tensor(self._typed_table(spec)), ()
         if not spec.is_tied:
-            return self._counted_tensor(self._table(spec.embedding)), self._linear(spec.head)
+            return self._counted_tensor(self._table(spec.embedding)), (self._linear(spec.head),)
         head, table = self._weights.packed([spec.head]), None
         if head is None:
             table = self._table(spec.embedding)
@@ -94,7 +99,15 @@ class _Builder:
         shared = self._kernels.table_of(head)
         if shared is None:
             shared = self._counted_tensor(self._table(spec.embedding) if table is None else table)
-        return shared, self._counted(head)
+        return shared, (self._counted(head),)
+
+    def _typed_table(self, spec: DecoderSpec) -> Tensor:
+        """The embeddings of tokens of each type of text, one type after the other: a sum that
+        every step would make otherwise, with the same bits."""
+        table = self._table(spec.embedding)
+        if spec.token_types is None:
+            return table
+        return torch.cat([table + row for row in self._filled(spec.token_types)])
 
     def _counted_tensor(self, table: Tensor) -> Tensor:
         self._num_bytes += table.nbytes
@@ -115,6 +128,13 @@ class _Builder:
         out = torch.empty(spec.shape, dtype=self._dtype, device=self._kernels.device)
         self._weights.fill(out, spec)
         return out
+
+    def _bias(self, spec: PositionBiasSpec) -> Tensor:
+        table = torch.empty(spec.table.shape)
+        self._weights.fill(table, spec.table)
+        return self._counted_tensor(
+            position_bias(table, spec.max_distance, self._max_model_len).to(self._kernels.device)
+        )
 
     def _rope(self, spec: RopeSpec) -> Tensor:
         table = rope_table(spec, self._max_model_len).to(self._kernels.device)

@@ -39,7 +39,8 @@ class DecoderModel:
 
     @property
     def head(self) -> PackedLinear:
-        """The output projection."""
+        """The output projection, of a model that has one."""
+        assert self.program.head.weight is not None, "this model has no logits of tokens"
         return self.weights.linears[self.program.head.weight]
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
@@ -54,7 +55,11 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states [R, H] to float32 logits [R, V]."""
-        logits = self.kernels.linear(self._normed(hidden), self.head, out_dtype="float32")
+        return self.head_logits(self.normed(hidden))
+
+    def head_logits(self, states: Tensor) -> Tensor:
+        """The same of states behind the final norm."""
+        logits = self.kernels.linear(states, self.head, out_dtype="float32")
         cap = self.program.head.soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -67,14 +72,17 @@ class DecoderModel:
         """
         if self.program.head.soft_cap is not None:
             return None
-        return self.kernels.linear_argmax(self._normed(hidden), self.head)
+        return self.kernels.linear_argmax(self.normed(hidden), self.head)
 
     def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
         """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n].
         None where it takes those."""
         if self.program.head.soft_cap is not None:
             return None
-        return self.kernels.linear_draws(self._normed(hidden), self.head, draws)
+        return self.kernels.linear_draws(self.normed(hidden), self.head, draws)
 
-    def _normed(self, hidden: Tensor) -> Tensor:
-        return normed(self.kernels, self.weights, self.program.head.norm, hidden.contiguous())
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of hidden states behind the final norm, where there is one."""
+        norm = self.program.head.norm
+        rows = hidden.contiguous()
+        return rows if norm is None else normed(self.kernels, self.weights, norm, rows)

@@ -201,6 +201,18 @@ class Attend(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class AttendAll(Operation):
+    """Attention of the input's rows of heads over one another, in each sequence: before and
+    behind, or less than `window` away."""
+
+    heads: Heads
+    scale: float
+    window: int | None
+    bias: int | None
+    """Added to scores, by how far the key is from the query."""
+
+
+@dataclass(frozen=True, slots=True)
 class Select(Operation):
     """Keeps the rows of the wanted tokens alone."""
 
@@ -215,8 +227,9 @@ class Head:
     """From hidden states to logits, where they are needed:
     `soft_cap * tanh(linear(norm(x)) / soft_cap)`, in float32."""
 
-    norm: NormWeights
-    weight: int
+    norm: NormWeights | None
+    weight: int | None
+    """None: there are no logits."""
     soft_cap: float | None
 
 

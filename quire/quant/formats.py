@@ -121,7 +121,9 @@ def formats_at_load(spec: DecoderSpec, method: str) -> WeightFormats:
         )
         groups = " and ".join(map(str, sizes))
         num_wide = sum(
-            each.bits == 8 for name, each in by_name.items() if name != spec.head.weight.name
+            each.bits == 8
+            for name, each in by_name.items()
+            if spec.head is None or name != spec.head.weight.name
         )
         wide = f" and {num_wide} projections whose inputs no group divides" if num_wide else ""
         summary = (

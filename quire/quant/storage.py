@@ -254,7 +254,7 @@ def read_storage(
         for key, linear in linears.items()
         if (storage := assign(linear.name, linear)) is not None
     }
-    if spec.is_tied:
+    if spec.is_tied and spec.head is not None:
         found.pop(spec.head.weight.name, None)
     if keeps_fp8:
         found = {

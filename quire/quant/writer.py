@@ -79,7 +79,8 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield everything that is stored, by name."""
     head = None if recipe.keeps_head else spec.head
-    linears = {part.weight: part for parts in spec.projections[:-1] for part in parts}
+    inner = (parts for parts in spec.projections if parts != (spec.head,))
+    linears = {part.weight: part for parts in inner for part in parts}
     if head is not None and not spec.is_tied:
         linears[head.weight] = head
     written: set[str] = set()
@@ -140,8 +141,8 @@ def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[s
             modules.setdefault(held, []).append(part.name)
     main, *others = sorted(modules, key=lambda held: -len(modules[held]))
     groups = [(main, ["Linear"]), *((held, list(dict.fromkeys(modules[held]))) for held in others)]
-    head = _without_size(formats.by_name[spec.head.weight.name])
-    if not recipe.keeps_head:
+    if not recipe.keeps_head and spec.head is not None:
+        head = _without_size(formats.by_name[spec.head.weight.name])
         groups.append((head, ["re:.*lm_head"]))
     layouts = {"int-quantized" if held.bits == 8 else "pack-quantized" for held, _ in groups}
     return {

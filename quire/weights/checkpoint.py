@@ -103,7 +103,7 @@ class SafetensorsCheckpoint(WeightSource):
             if tensor.is_transposed:
                 _read_columns(file, stored, out, tensor.first_row)
             else:
-                _read_rows(file, stored, out, tensor.first_row)
+                fill_rows(file, stored, out, tensor.first_row)
             self.check_unchanged(file)
         except OSError as error:
             raise CheckpointError(
@@ -226,11 +226,14 @@ class SafetensorsCheckpoint(WeightSource):
             raise CheckpointError(
                 f"{self._folder} has {len(wrong)} tensors that do not fit: {_listed(wrong)}"
             )
-        tied = {"lm_head.weight"} if spec.is_tied else set()
+        tied = {"lm_head.weight"} if spec.is_tied or spec.head is None else set()
         extra = [
             n
             for n in self._stored
-            if n not in expected and n not in tied and not _HARMLESS.fullmatch(n)
+            if n not in expected
+            and n not in tied
+            and not n.startswith(spec.unused)
+            and not _HARMLESS.fullmatch(n)
         ]
         if extra:
             raise CheckpointError(
@@ -262,7 +265,7 @@ class SafetensorsCheckpoint(WeightSource):
         return f"{name} is stored as {stored.dtype}, not {kind}"
 
 
-def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
+def fill_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
     """Read rows of a stored tensor, from `first_row` on, into `out` [rows, ...]: straight into it,
     if it is the host's memory."""
     row_bytes = stored.num_bytes // stored.shape[0]

@@ -88,7 +88,7 @@ def test_parameters_of_known_models(shared: Path, file: str) -> None:
 def test_unknown_architecture_lists_what_is_supported() -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"'FooForCausalLM' is not supported; supported: GPT2LMHeadModel, ",
+        match=r"'FooForCausalLM' is not supported; supported: BertForMaskedLM, ",
     ):
         declare({"architectures": ["FooForCausalLM"]})
 

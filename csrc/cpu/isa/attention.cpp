@@ -62,7 +62,20 @@ static void begin_split(Workspace &w, int64_t rows) {
 // Stands for the rows from the end of the context on.
 alignas(64) static const char zero_row[kv_row_bytes(KVFormat::f32, MAX_HEAD_SIZE)] = {};
 
+static void locate_rows(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
+    const KVCache &cache = problem.cache;
+    const int64_t element = kv_element_bytes(cache.format), row_bytes = problem.row_stride * element;
+    const int64_t num_rows = min64(TILE, task.context_len - base);
+    int64_t at = (task.first_row - task.first_position + base) * row_bytes + task.kv_head * cache.head_size * element;
+    for (int64_t i = 0; i < num_rows; ++i, at += row_bytes) {
+        tile.rows[i] = static_cast<const char *>(cache.keys) + at;
+        tile.rows[TILE + i] = static_cast<const char *>(cache.values) + at;
+    }
+    for (int64_t i = num_rows; i < TILE; ++i) tile.rows[i] = tile.rows[TILE + i] = zero_row;
+}
+
 static void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
+    if (problem.is_bidirectional()) return locate_rows(problem, task, base, tile);
     const KVCache &cache = problem.cache;
     const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / cache.block_size;
     const int64_t row_bytes = cache.row_bytes(), head_bytes = cache.block_size * row_bytes;
@@ -79,21 +92,21 @@ static void locate(const AttentionProblem &problem, const AttentionTask &task, i
     for (int64_t i = num_rows; i < TILE; ++i) tile.rows[i] = tile.rows[TILE + i] = zero_row;
 }
 
-static Range visible(const AttentionProblem &problem, int64_t position, int64_t base) {
+static Range visible(const AttentionProblem &problem, const AttentionTask &task, int64_t position, int64_t base) {
     const int64_t first = problem.window > 0 ? max64(0, position - problem.window + 1 - base) : 0;
-    const int64_t end = min64(position + 1 - base, TILE);
+    const int64_t end = min64(task.end_of_sight(problem, position) - base, TILE);
     return first < end ? Range{static_cast<int>(first), static_cast<int>(end)} : Range{0, 0};
 }
 
 // What each row of a task sees of a tile; returns whether that is all of it, for all rows.
 static bool find_ranges(const AttentionProblem &problem, const AttentionTask &task, int64_t base, Range *ranges) {
-    if (problem.window == 0 && (task.members != nullptr || task.first_position + 1 >= base + TILE)) {
+    if (problem.window == 0 && (task.members != nullptr || task.end_of_sight(problem, task.first_position) >= base + TILE)) {
         for (int64_t r = 0; r < task.num_rows(); ++r) ranges[r] = Range{0, TILE};
         return true;
     }
     bool is_whole = true;
     for (int64_t p = 0; p < task.num_positions; ++p) {
-        const Range seen = visible(problem, task.position(p), base);
+        const Range seen = visible(problem, task, task.position(p), base);
         is_whole = is_whole && seen.is_whole();
         for (int64_t head = 0; head < task.num_heads; ++head) *ranges++ = seen;
     }
@@ -129,9 +142,9 @@ static int64_t first_tile(const AttentionProblem &problem, const AttentionTask &
     return max64(task.begin, max64(task.first_split * int64_t{SPLIT}, first_seen / TILE * TILE));
 }
 
-static int64_t end_of_tiles(const AttentionTask &task) {
+static int64_t end_of_tiles(const AttentionProblem &problem, const AttentionTask &task) {
     if (task.members != nullptr) return task.shared_end;
-    return min64(task.last_split * int64_t{SPLIT}, task.first_position + task.num_positions);
+    return min64(task.last_split * int64_t{SPLIT}, task.end_of_keys(problem));
 }
 
 // The next tiles of a task, which end with its split.
@@ -141,7 +154,7 @@ struct TileRun {
     TileRows tiles[RUN_TILES];
 
     void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t from) {
-        const int64_t split_end = (from / SPLIT + 1) * int64_t{SPLIT}, end = min64(split_end, end_of_tiles(task));
+        const int64_t split_end = (from / SPLIT + 1) * int64_t{SPLIT}, end = min64(split_end, end_of_tiles(problem, task));
         base = from;
         count = static_cast<int>(min64(run_length(task.num_rows()), ceil_div(max64(end - from, 0), TILE)));
         for (int i = 0; i < count; ++i) QUIRE_ISA::locate(problem, task, from + i * TILE, tiles[i]);
@@ -173,7 +186,7 @@ struct TileWalk {
         Range ranges[RUN_TILES][MAX_ROWS];
         bool is_whole[RUN_TILES];
         for (int i = 0; i < now.count; ++i) is_whole[i] = find_ranges(problem, task, now.base + i * TILE, ranges[i]);
-        QUIRE_ISA::attend_run(Run{problem, w, next, now.count, now.tiles, ranges, is_whole}, task.num_rows());
+        QUIRE_ISA::attend_run(Run{problem, task, w, next, now.base, now.count, now.tiles, ranges, is_whole}, task.num_rows());
         if (!goes_on) then.base = now.end(), then.count = 0;
         turn ^= 1;
     }

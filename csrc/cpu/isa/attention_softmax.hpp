@@ -20,6 +20,20 @@ static void cap_scores(const Kind &kind, float *scores, float soft_cap) {
     }
 }
 
+// The bias of row r of the task, by how far each key is from its query.
+template <typename Kind>
+static void add_bias(const Kind &kind, const Turn &turn, int64_t r, float *scores) {
+    const AttentionProblem &problem = turn.problem;
+    const int64_t reach = problem.bias_reach, position = turn.task.position(r / turn.task.num_heads);
+    const int64_t head = turn.task.first_head + r % turn.task.num_heads;
+    const float *row = problem.bias + head * (2 * reach + 1) + reach + turn.base - position;
+    const int64_t count = min64(TILE, turn.task.context_len - turn.base);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Vec bias = kind.unscaled(mul(load_up_to(row + i, count - i), broadcast(LOG2_E)));
+        store(scores + i, add(load(scores + i), bias));
+    }
+}
+
 static void hide(float *scores, Range seen) {
     for (int i = 0; i < seen.from; ++i) scores[i] = NONE;
     for (int i = seen.to; i < TILE; ++i) scores[i] = NONE;
@@ -69,6 +83,7 @@ template <typename Kind>
 static bool raise_max(const Kind &kind, const Turn &turn, float *scores, int64_t first, int64_t count) {
     for (int64_t r = 0; r < count; ++r) {
         if (turn.problem.soft_cap > 0.0f) cap_scores(kind, scores + r * TILE, turn.problem.soft_cap);
+        if (turn.problem.bias != nullptr) add_bias(kind, turn, first + r, scores + r * TILE);
         if (!turn.is_whole) hide(scores + r * TILE, turn.ranges[first + r]);
     }
     float *max_seen = turn.w.split.max + first, *rescale = turn.w.rescale + first, limits[LANES];

@@ -121,11 +121,13 @@ inline Range hull(const Range *ranges, int64_t count) {
 // A tile on its way through a task.
 struct Turn {
     const AttentionProblem &problem;
+    const AttentionTask &task;
     const Workspace &w;
     const TileRows &tile;
     Prefetcher &next;
     const Range *ranges;  // of each row
     bool is_whole;        // all rows see all of it
+    int64_t base;         // the position at which it begins
 
     // What rows [first, first + count) see between them.
     Range seen_by(int64_t first, int64_t count) const { return is_whole ? Range{0, TILE} : hull(ranges + first, count); }
@@ -134,14 +136,16 @@ struct Turn {
 // Tiles that a task's rows pass over in one go, in order.
 struct Run {
     const AttentionProblem &problem;
+    const AttentionTask &task;
     const Workspace &w;
     Prefetcher &next;
+    int64_t base;  // the position at which the first of them begins
     int count;
     const TileRows *tiles;
     const Range (*ranges)[MAX_ROWS];
     const bool *is_whole;
 
-    Turn turn(int tile) const { return Turn{problem, w, tiles[tile], next, ranges[tile], is_whole[tile]}; }
+    Turn turn(int tile) const { return Turn{problem, task, w, tiles[tile], next, ranges[tile], is_whole[tile], base + tile * TILE}; }
 };
 
 // Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.

@@ -70,8 +70,9 @@ def estimate(
     """Return seconds for each unit of work, before anything was measured;
     `machine.num_cores` are those that compute."""
     flops, ops, bandwidth = _rates(formats, machine)
-    head = formats.of((spec.head,))
-    head_bytes = _num_bytes((spec.head,), formats, dtype)
+    ends = () if spec.head is None else (spec.head,)
+    head = formats.of(ends) if ends else None
+    head_bytes = _num_bytes(ends, formats, dtype) if ends else 1
     layer_bytes = sum(
         _num_bytes(parts, formats, dtype) for block in spec.blocks for parts in block.projections
     )

@@ -200,6 +200,26 @@ def paged_attention(
     soft_cap: float,
     /,
 ) -> None: ...
+def bidirectional_attention(
+    query: int,
+    key: int,
+    value: int,
+    out: int,
+    dtype: int,
+    num_tokens: int,
+    stride: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    query_start: int,
+    context_len: int,
+    num_sequences: int,
+    scale: float,
+    window: int,
+    bias: int,
+    bias_reach: int,
+    /,
+) -> None: ...
 def shared_prefixes(
     query_start: int,
     context_len: int,
@@ -298,6 +318,8 @@ class Operations:
         scale: float,
         soft_cap: float,
         window: int,
+        bias: int,
+        bias_reach: int,
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""

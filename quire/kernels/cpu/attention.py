@@ -133,6 +133,58 @@ def paged_attention(
     return out
 
 
+def bidirectional_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """See `Kernels.bidirectional_attention`."""
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, stride = key.shape[1], query.stride(0)
+    if key.shape != value.shape or key.shape != (num_tokens, num_kv_heads, head_size):
+        raise ValueError(
+            f"key {list(key.shape)} and value {list(value.shape)} do not fit the query"
+        )
+    if num_tokens > 1 and (key.stride(0), value.stride(0)) != (stride, stride):
+        raise ValueError("query, key and value are not rows of one tensor")
+    num_sequences = check_batch(batch)
+    out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
+    _native.bidirectional_attention(
+        heads_address(query, "query"),
+        heads_address(key, "key"),
+        heads_address(value, "value"),
+        out.data_ptr(),
+        float_code(query, "query"),
+        num_tokens,
+        stride,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        int32_address(batch.query_start, "query_start"),
+        int32_address(batch.context_len, "context_len"),
+        num_sequences,
+        scale,
+        window or 0,
+        0 if bias is None else bias_address(bias, num_heads),
+        0 if bias is None else bias.shape[1] // 2,
+    )
+    return out
+
+
+def bias_address(bias: Tensor, num_heads: int) -> int:
+    """Of a table of biases by relative position."""
+    is_table = bias.dtype == torch.float32 and bias.dim() == 2 and bias.shape[1] % 2 == 1
+    require(
+        is_table and bias.shape[0] == num_heads, "expected a bias float32 [heads, 2 * P - 1]", bias
+    )
+    return address(bias, "bias")
+
+
 def _cache_shape(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int]:
     """(B, KV heads, block size, D) of two caches that agree."""
     if (

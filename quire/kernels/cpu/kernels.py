@@ -37,5 +37,6 @@ class CpuKernels:
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
+    bidirectional_attention = staticmethod(attention.bidirectional_attention)
     reasons_against = staticmethod(program.reasons_against)
     compile = program.NativeProgram

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.attention import MAX_HEAD_SIZE, check_batch, native_cache
+from quire.kernels.cpu.attention import MAX_HEAD_SIZE, bias_address, check_batch, native_cache
 from quire.kernels.cpu.checks import (
     FLOAT_CODES,
     address,
@@ -35,14 +35,15 @@ from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 KINDS: dict[type[ops.Operation], int] = {
     ops.Embed: 0, ops.Scale: 1, ops.Add: 2, ops.Norm: 3, ops.AddNorm: 3, ops.Linear: 4,
-    ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8, ops.Select: 9,
-    ops.Scatter: 10,
+    ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8,
+    ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
     "table": None, "of_positions": False, "factor": 1.0, "norm": None, "key_norm": None,
     "weight": None, "first_output": 0, "activation": 0, "heads": (0, 0, 1), "rope": 0,
     "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0,
+    "bias": 0, "bias_reach": 0,
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
 PANEL = 16
@@ -54,7 +55,8 @@ def reasons_against(program: Program) -> list[str]:
     unknown = {
         type(each).__name__ for each in _fused(program).operations if type(each) not in KINDS
     }
-    sizes = {each.heads.head_dim for each in program.operations if isinstance(each, ops.Attend)}
+    attends = [each for each in program.operations if isinstance(each, ops.Attend | ops.AttendAll)]
+    sizes = {each.heads.head_dim for each in attends}
     reasons = [f"has no operation {name}" for name in sorted(unknown)]
     return reasons + [
         f"has heads of at most {MAX_HEAD_SIZE}, not of {size}"
@@ -180,6 +182,15 @@ class _Writer:
                 return {
                     "heads": heads.sizes, "cache": cache, "scale": scale,
                     "soft_cap": soft_cap or 0.0, "window": window or 0,
+                }  # fmt: skip
+            case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
+                fields = {"heads": heads.sizes, "scale": scale, "window": window or 0}
+                if bias is None:
+                    return fields
+                offsets = self._weights.biases[bias]
+                reach = offsets.shape[1] // 2
+                return fields | {
+                    "bias": bias_address(offsets, heads.num_queries), "bias_reach": reach,
                 }  # fmt: skip
         return {}
 

@@ -3,6 +3,8 @@ then plain softmax, row by row."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -86,6 +88,36 @@ def paged_attention(
             out[row] = _attend(
                 query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap
             ).to(out.dtype)
+    return out
+
+
+def bidirectional_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One sequence at a time, so nothing else in the batch can reach its arithmetic."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    query_start = batch.query_start.tolist()
+    group = query.shape[1] // key.shape[1]
+    for start, end in itertools.pairwise(query_start):
+        rows = slice(start, end)
+        keys, values = (
+            each[rows].float().repeat_interleave(group, 1).transpose(0, 1) for each in (key, value)
+        )
+        scores = query[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
+        positions = torch.arange(end - start, device=query.device)
+        distances = positions[None] - positions[:, None]
+        if bias is not None:
+            scores += bias[:, distances + bias.shape[1] // 2]
+        if window is not None:
+            scores = scores.masked_fill(distances.abs() >= window, -torch.inf)
+        out[rows] = (torch.softmax(scores, -1) @ values).transpose(0, 1).to(out.dtype)
     return out
 
 

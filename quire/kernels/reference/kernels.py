@@ -39,6 +39,7 @@ class ReferenceKernels:
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
+    bidirectional_attention = staticmethod(attention.bidirectional_attention)
 
     def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> None:
         """See `Kernels.linear_draws`."""

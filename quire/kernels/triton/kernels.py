@@ -14,6 +14,7 @@ from quire.kernels.interface import (
     QuantizedWeight,
     Weights,
 )
+from quire.kernels.reference.attention import bidirectional_attention as reference_attention
 from quire.kernels.sampling import Draws
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
 from quire.kernels.triton.activation import NO_ACTIVATION
@@ -123,6 +124,20 @@ class TritonKernels:
                 f"embedding: the table belongs to another back end ({type(table).__name__})"
             )
         return elementwise.embedding(token_ids, table)
+
+    def bidirectional_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """See `Kernels.bidirectional_attention`: the reference, a sequence after the other."""
+        return reference_attention(query, key, value, batch, scale=scale, window=window, bias=bias)
 
     def paged_attention(
         self,
