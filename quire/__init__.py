@@ -15,18 +15,11 @@ from quire.common.version import __version__
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from quire.core.pooling import PoolingParams
     from quire.core.repetition import RepetitionDetectionParams
     from quire.core.structure import GuidedDecodingParams, StructuredOutputsParams
     from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from quire.engine.front.absent import (
-        ClassificationRequestOutput,
-        EmbeddingRequestOutput,
-        LoRARequest,
-        ModelRegistry,
-        PoolingParams,
-        PoolingRequestOutput,
-        ScoringRequestOutput,
-    )
+    from quire.engine.front.absent import LoRARequest, ModelRegistry
     from quire.engine.front.async_llm import AsyncLLM
     from quire.engine.front.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.front.outputs import (
@@ -38,6 +31,12 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from quire.engine.llm_engine import LLMEngine
+    from quire.engine.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from quire.errors import NotAvailableError, QuireError
     from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.llm import LLM
@@ -49,9 +48,9 @@ _HOMES = {
     "BeamSearchOutput": "quire.engine.front.outputs",
     "BeamSearchParams": "quire.core.params",
     "BeamSearchSequence": "quire.engine.front.outputs",
-    "ClassificationRequestOutput": "quire.engine.front.absent",
+    "ClassificationRequestOutput": "quire.engine.pooling.outputs",
     "CompletionOutput": "quire.engine.front.outputs",
-    "EmbeddingRequestOutput": "quire.engine.front.absent",
+    "EmbeddingRequestOutput": "quire.engine.pooling.outputs",
     "EngineArgs": "quire.engine.arg_utils",
     "EngineConfig": "quire.config.engine",
     "FlatLogprobs": "quire.engine.front.outputs",
@@ -62,15 +61,15 @@ _HOMES = {
     "Logprob": "quire.engine.front.outputs",
     "ModelRegistry": "quire.engine.front.absent",
     "NotAvailableError": "quire.errors",
-    "PoolingParams": "quire.engine.front.absent",
-    "PoolingRequestOutput": "quire.engine.front.absent",
+    "PoolingParams": "quire.core.pooling",
+    "PoolingRequestOutput": "quire.engine.pooling.outputs",
     "PromptType": "quire.inputs",
     "QuireError": "quire.errors",
     "RepetitionDetectionParams": "quire.core.repetition",
     "RequestOutput": "quire.engine.front.outputs",
     "RequestOutputKind": "quire.core.params",
     "SamplingParams": "quire.core.params",
-    "ScoringRequestOutput": "quire.engine.front.absent",
+    "ScoringRequestOutput": "quire.engine.pooling.outputs",
     "StructuredOutputsParams": "quire.core.structure",
     "TextPrompt": "quire.inputs",
     "TokensPrompt": "quire.inputs",

@@ -18,6 +18,7 @@ from quire.engine.front.prompts import Prompt, as_prompts, with_truncation
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.loop.engine import Engine, Output
 from quire.engine.loop.sharing import Session, is_last
+from quire.engine.pooling.calls import PoolingCalls
 from quire.errors import ConfigError, InvalidParameterError
 from quire.grammar.judge import judge
 from quire.text.chat import ChatTemplate, encode_chat
@@ -34,7 +35,7 @@ Progress = bool | Callable[..., Any]
 """Whether to show a progress bar, or what makes one, called as `tqdm` is."""
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A model in this process. Safe to use from several threads, whose requests are computed
     together.
 
@@ -211,11 +212,6 @@ class LLM:
     def reset_mm_cache(self) -> None:
         """Does nothing: there are no media, so none are cached."""
 
-    embed = absent("embed", without.NO_EMBEDDINGS)
-    encode = absent("encode", without.NO_EMBEDDINGS)
-    classify = absent("classify", without.NO_POOLING)
-    score = absent("score", without.NO_POOLING)
-    reward = absent("reward", without.NO_POOLING)
     sleep = absent("sleep", without.NO_SLEEP)
     wake_up = absent("wake_up", without.NO_SLEEP)
     start_profile = absent("start_profile", without.NO_PROFILE)
@@ -307,6 +303,13 @@ class LLM:
             if isinstance(each, SamplingParams)
         }
         return [digests[id(each)] if isinstance(each, SamplingParams) else each for each in params]
+
+    def _run_digests(
+        self, prompts: Sequence[Prompt], digests: Sequence[Digest], use_tqdm: Progress
+    ) -> list[RequestOutput]:
+        session = Session(self.llm_engine.shared)
+        outputs = self._finish(session, self._add(session, prompts, digests, None), use_tqdm)
+        return [output for output in outputs if isinstance(output, RequestOutput)]
 
     @staticmethod
     def _add(

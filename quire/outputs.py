@@ -1,11 +1,5 @@
-"""What `generate`, `chat` and `beam_search` return."""
+"""What the calls of `LLM` return."""
 
-from quire.engine.front.absent import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-)
 from quire.engine.front.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -14,16 +8,30 @@ from quire.engine.front.outputs import (
     Logprob,
     RequestOutput,
 )
+from quire.engine.pooling.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 
 __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "FlatLogprobs",
     "Logprob",
+    "PoolingOutput",
     "PoolingRequestOutput",
     "RequestOutput",
+    "ScoringOutput",
     "ScoringRequestOutput",
 ]

@@ -1,5 +1,5 @@
-"""The name of the parameters of embedding models, which this version does not have."""
+"""The parameters of pooling models, under the module name that vLLM has for them."""
 
-from quire.engine.front.absent import PoolingParams
+from quire.core.pooling import PoolingParams
 
 __all__ = ["PoolingParams"]

@@ -93,7 +93,12 @@ DATA_PLANE = {
     "program", "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora",
     "parallel", "worker", "executor",
 }  # fmt: skip
-CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params", "quire.core.grammars"}
+CORE_FOR_THE_DATA_PLANE = {
+    "quire.core.plan",
+    "quire.core.params",
+    "quire.core.grammars",
+    "quire.core.pooling",
+}
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
 PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe"}
@@ -162,12 +167,12 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_300, "csrc": 10_300, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_400,
-    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_400, "quire/engine": 8_500,
-    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 7_700, "quire/models": 1_800,
-    "quire/nn": 400, "quire/observe": 200, "quire/program": 500, "quire/quant": 1_900,
-    "quire/sampling": 1_300, "quire/server": 12_500, "quire/sim": 1_200, "quire/text": 4_100,
-    "quire/utils": 100, "quire/weights": 1_800, "quire/worker": 1_600,
+    "benchmarks": 6_400, "csrc": 10_400, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_600,
+    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_500, "quire/engine": 9_600,
+    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 7_900, "quire/models": 2_500,
+    "quire/nn": 600, "quire/observe": 200, "quire/program": 500, "quire/quant": 1_900,
+    "quire/sampling": 1_300, "quire/server": 13_100, "quire/sim": 1_200, "quire/text": 4_100,
+    "quire/utils": 100, "quire/weights": 2_000, "quire/worker": 1_700,
 }  # fmt: skip
 
 

@@ -23,6 +23,8 @@ LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "cpu", "triton", "reference")
 SWITCHES = ("auto", "on", "off")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
 QUANTIZATIONS = ("int8", "int4")
 STORED_QUANTIZATIONS = {
@@ -214,6 +216,21 @@ class EngineConfig:
         None,
         "draft tokens and compute several of a sequence at once, with the same answers: "
         '{"method": "suffix"}, and more keys of vLLM\'s',
+    )
+    runner: str = _option(
+        "auto",
+        "what the model is for: generate makes text, pooling vectors or classes; auto follows its "
+        "files",
+        choices=RUNNERS,
+    )
+    convert: str = _option(
+        "auto",
+        "what a model of texts is to make besides: vectors (embed) or classes (classify, reward); "
+        "auto follows its files",
+        choices=CONVERSIONS,
+    )
+    pooler_config: Mapping[str, Any] | None = _option(
+        None, 'how to pool where the model does not say: {"pooling_type": "CLS", "LAST" or "MEAN"}'
     )
 
     @classmethod

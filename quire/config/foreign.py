@@ -126,16 +126,12 @@ _TABLE: tuple[ForeignOption, ...] = (
         language_model_only=False,
     ),
     *_absent(
-        "load a model that generates text",
+        "say runner='pooling' and convert='embed' or 'classify'",
         "generate",
         "none",
         task="auto",
-        runner="auto",
-        convert="auto",
     ),
-    *_absent(
-        "this version makes no embeddings", {}, pooler_config=None, override_pooler_config=None
-    ),
+    _renamed("override_pooler_config", "pooler_config"),
     *_absent(
         "the weights stay in the memory of the device; use a smaller dtype or quantization",
         0,

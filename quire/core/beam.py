@@ -42,6 +42,7 @@ class BeamSearch:
     once the request is finished."""
 
     is_plain = False
+    early_tasks: tuple[Task, ...] = ()
 
     def __init__(self, settings: BeamSettings) -> None:
         self.settings = settings

@@ -291,6 +291,8 @@ class WorkResult(NamedTuple):
     whose alternatives are the candidates."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `ScorePrompt`."""
+    pooled: bytes = b""
+    """Of `quire.core.pooling.Pool`, where its prompt has ended: float32 numbers, little-endian."""
     error: str | None = None
     """Set where this row alone failed (non-finite logits, a processor that raised);
     the other fields are then empty."""
@@ -307,6 +309,7 @@ class WorkResult(NamedTuple):
             self.logprobs + other.logprobs,
             self.prompt_logprobs + other.prompt_logprobs,
             num_rejected=self.num_rejected + other.num_rejected,
+            pooled=self.pooled + other.pooled,
         )
 
 

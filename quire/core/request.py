@@ -82,7 +82,7 @@ class RequestRecord(RequestSpec):
     """A spec, and what became of it so far: as a scheduler knows it,
     or a server whose engine runs elsewhere."""
 
-    __slots__ = ("error", "metrics", "prompt_logprobs", "sequences")
+    __slots__ = ("error", "metrics", "pooled", "prompt_logprobs", "sequences")
     __setattr__ = object.__setattr__  # a spec is frozen, what becomes of it is not
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -93,6 +93,8 @@ class RequestRecord(RequestSpec):
     prompt_logprobs: list[TokenLogprobs | None]
     """One entry per prompt token scored so far; the first is None,
     since nothing predicts the first token."""
+    pooled: bytes
+    """What a request for vectors has come to (`WorkResult.pooled`)."""
 
     def __init__(self, spec: RequestSpec) -> None:
         for name in RequestSpec.__slots__:
@@ -101,6 +103,7 @@ class RequestRecord(RequestSpec):
         self.error = None
         self.metrics = RequestMetrics(spec.arrival_s)
         self.prompt_logprobs = []
+        self.pooled = b""
 
     @property
     def is_finished(self) -> bool:
@@ -314,6 +317,11 @@ class DecodingStrategy(Protocol):
     def is_plain(self) -> bool:
         """Whether from now on each closed gap yields one sampled token,
         which is appended and nothing else."""
+        ...
+
+    @property
+    def early_tasks(self) -> tuple[Task, ...]:
+        """What a chunk of the prompt is to yield that does not close the gap."""
         ...
 
     def tasks(self, sequence: Sequence) -> tuple[Task, ...]:

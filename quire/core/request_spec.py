@@ -16,6 +16,7 @@ from quire.common.numbers import ceil_div
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.prefix import Namespace
 from quire.core.plan import RowSampling
+from quire.core.pooling import Pool
 from quire.errors import InvalidParameterError, PromptTooLongError
 
 
@@ -50,6 +51,8 @@ class RequestSpec:
     """Samples, whose sequences fork at the prompt's end."""
     beam: BeamSettings | None = None
     """In place of samples: the best beams."""
+    pool: Pool | None = None
+    """In place of tokens: a vector of the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence: the request's own and, unless it ignores them,
     the model's end-of-sequence tokens."""
@@ -90,6 +93,8 @@ def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
     num_prompt = len(spec.prompt_token_ids)
     if num_prompt == 0:
         raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
+    if spec.pool is not None:
+        return _fit_whole(replace(spec, max_tokens=0), num_prompt, limits)
     if num_prompt >= limits.max_model_len:
         raise PromptTooLongError(
             f"the prompt has {num_prompt} tokens, but the context holds "
@@ -109,3 +114,19 @@ def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
         )
     max_tokens = min(spec.max_tokens, limits.max_model_len - num_prompt)
     return spec if max_tokens == spec.max_tokens else replace(spec, max_tokens=max_tokens)
+
+
+def _fit_whole(spec: RequestSpec, num_prompt: int, limits: SchedulerLimits) -> RequestSpec:
+    """A spec that generates nothing: its prompt may take all of the context."""
+    if num_prompt > limits.max_model_len:
+        raise PromptTooLongError(
+            f"the text has {num_prompt} tokens, and the model takes {limits.max_model_len}; "
+            "shorten it, or ask for its first ones with truncate_prompt_tokens"
+        )
+    if ceil_div(num_prompt, limits.block_size) > limits.num_blocks:
+        raise PromptTooLongError(
+            f"the text's {num_prompt} tokens need "
+            f"{ceil_div(num_prompt, limits.block_size)} KV blocks of {limits.block_size}, but the "
+            f"whole pool has {limits.num_blocks}; give the KV cache more memory"
+        )
+    return spec

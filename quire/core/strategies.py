@@ -1,16 +1,19 @@
-"""Sampling as a strategy: independent sequences that share their prompt's blocks;
-and the choice of a strategy for a spec."""
+"""Strategies: sampling (independent sequences that share their prompt's blocks), pooling, and the
+one that a spec asks for."""
 
 from __future__ import annotations
 
 from quire.core.beam import BeamSearch
 from quire.core.plan import ONE_SAMPLE, Sample, Task, WorkResult
-from quire.core.request import DecodingStrategy, Sequence, SequenceOps
+from quire.core.pooling import Pool
+from quire.core.request import DecodingStrategy, FinishReason, Sequence, SequenceOps
 from quire.core.request_spec import RequestSpec
 
 
 def strategy_of(spec: RequestSpec, *, is_forked: bool = False) -> DecodingStrategy:
     """Return a new strategy for a request; `is_forked` where its sequences are there already."""
+    if spec.pool is not None:
+        return PoolingStrategy(spec.pool)
     return (
         SamplingStrategy(spec.num_sequences, is_forked=is_forked)
         if spec.beam is None
@@ -21,6 +24,8 @@ def strategy_of(spec: RequestSpec, *, is_forked: bool = False) -> DecodingStrate
 class SamplingStrategy:
     """Independent samples: the first closed gap of the prompt forks into `num_sequences`
     sequences on shared blocks."""
+
+    early_tasks: tuple[Task, ...] = ()
 
     def __init__(self, num_sequences: int = 1, *, is_forked: bool = False) -> None:
         self.num_sequences = num_sequences
@@ -50,3 +55,20 @@ class SamplingStrategy:
             children, result.token_ids[1:], logprobs[1:], strict=True
         ):
             ops.append(child, token_id, record, is_on_worker=False)
+
+
+class PoolingStrategy:
+    """A vector of the prompt, and no token: the sequence ends where the prompt does."""
+
+    is_plain = False
+
+    def __init__(self, pool: Pool) -> None:
+        self._tasks: tuple[Task, ...] = (pool,)
+        self.early_tasks: tuple[Task, ...] = self._tasks if pool.is_whole else ()
+
+    def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
+        return self._tasks
+
+    def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
+        sequence.request.pooled = result.pooled
+        ops.finish(sequence, FinishReason.STOP)

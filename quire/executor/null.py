@@ -34,6 +34,7 @@ from quire.core.plan import (
     Verify,
     WorkResult,
 )
+from quire.core.pooling import Pool
 from quire.errors import InvalidParameterError
 from quire.executor.interface import Launched
 from quire.worker.companions import Companion, Companions
@@ -134,6 +135,7 @@ class NullExecutor:
             Verify: self._verify,
             Candidates: self._report_candidates,
             ScorePrompt: self._score_prompt,
+            Pool: self._pool,
         }
         num_slots = num_blocks * block_size if script is None else 0
         self._slot_tokens: NDArray[np.int64] = np.zeros(num_slots, np.int64)
@@ -276,6 +278,14 @@ class NullExecutor:
             for target, token_id in targets
         )
         return WorkResult(prompt_logprobs=scores)
+
+    def _pool(self, work: RowWork, task: Pool) -> WorkResult:
+        """Four numbers of the whole prompt, as it is in memory, at its end."""
+        end = work.start + work.num_tokens
+        if end < int(self.rows.num_prompt_tokens[work.row]):
+            return WorkResult()
+        logits = self._read(self.rows.slots(work.row, 0, end))
+        return WorkResult(pooled=logits[:4].astype("<f4").tobytes())
 
     def _read(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
         return _logits(

@@ -27,7 +27,6 @@ from quire import (
     LLMEngine,
     LoRARequest,
     ModelRegistry,
-    PoolingParams,
     RequestOutput,
     SamplingParams,
     TextPrompt,
@@ -409,11 +408,6 @@ def test_parameters_that_scripts_give(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("method", "advice"),
     [
-        ("embed", "embeddings"),
-        ("encode", "embeddings"),
-        ("classify", "only generates text"),
-        ("score", "only generates text"),
-        ("reward", "only generates text"),
         ("sleep", "close() frees the memory"),
         ("wake_up", "close() frees the memory"),
         ("start_profile", "quire bench"),
@@ -464,13 +458,13 @@ Call = Callable[[LLM], object]
             lambda llm: BeamSearchParams(2, 2, structured_outputs={}),  # type: ignore[arg-type]
             "structured_outputs are not available for beam",
         ),
-        (lambda llm: PoolingParams(), "PoolingParams() is not available"),
+        (lambda llm: llm.embed("a"), "was loaded to generate text"),
         (lambda llm: LoRARequest("sql", 1, "folder"), "LoRARequest() is not available"),
         (
             lambda llm: ModelRegistry.register_model("x", object),
             "ModelRegistry.register_model() is not available",
         ),
-        (lambda llm: LLM(MODEL, runner="pooling"), "runner='pooling' is not available"),
+        (lambda llm: LLM(MODEL, task="embed"), "task='embed' is not available"),
         (
             lambda llm: LLM(MODEL, speculative_config={"method": "eagle3", "model": "x"}),
             "speculative_config: method 'eagle3' is not available",

@@ -143,7 +143,7 @@ class PlanBuilder:
     @staticmethod
     def _row_work(sequence: Sequence, start: int, count: int) -> RowWork:
         request, end = sequence.request, start + count
-        tasks: tuple[Task, ...] = ()
+        tasks: tuple[Task, ...] = request.strategy.early_tasks
         # one beyond them where a step in flight samples the token that this one computes
         if end >= len(sequence.token_ids):
             tasks = request.strategy.tasks(sequence)

@@ -137,7 +137,7 @@ class Scheduler:
         self.requests[spec.request_id] = request
         self.waiting.arrived(request)
         for begun in resumed or _FROM_THE_START:
-            assert len(begun.output_token_ids) < spec.max_tokens, (
+            assert len(begun.output_token_ids) < max(spec.max_tokens, 1), (
                 f"{spec.request_id}#{begun.index} has ended"
             )
             token_ids = [*spec.prompt_token_ids, *begun.output_token_ids]

@@ -31,9 +31,10 @@ from quire.engine.plan.machine import Machine
 from quire.engine.plan.planning import HALF, EnginePlan, GraphPlan, resolve
 from quire.engine.plan.step_costs import SUFFIX as COST_SUFFIX
 from quire.engine.plan.step_costs import StepCostFile
+from quire.engine.pooling.decision import declare_model
 from quire.errors import CheckpointError, ConfigError, RequestError
 from quire.executor.registry import ExecutorSpec, make_executor
-from quire.models.registry import declare
+from quire.models.declaration import DenseSpec
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.storage import CheckpointStorage
@@ -48,11 +49,13 @@ if TYPE_CHECKING:
     from quire.kernels.interface import Kernels
     from quire.kernels.selection import Selection
     from quire.nn.decoder import DecoderModel
+    from quire.nn.pooler import Pooler
     from quire.quant.linears import FloatLinears, LinearLoader
     from quire.sampling.processors import ProcessorTable
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
     from quire.weights.source import WeightSource
+    from quire.worker.outlets.interface import Outlet
     from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -98,9 +101,7 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     """Find the model, read its config, and decide. Imports no torch."""
     machine = machine or machine_for(config)
     files = find_model(config)
-    spec = declare(
-        {key: value for key, value in files.config.items() if key != "quantization_config"}
-    )
+    spec, pooling, generates = declare_model(config, files)
     keeps_fp8 = machine.gpu is not None and machine.gpu.capability >= FP8_CAPABILITY
     storage = files.storage(spec, config, keeps_fp8=keeps_fp8)
     if storage is not None:
@@ -111,7 +112,7 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
             if config.quantize_to is None
             else formats_at_load(spec, config.quantize_to)
         )
-    plan = resolve(config, spec, machine, formats)
+    plan = resolve(config, spec, machine, formats, pooling, generates=generates)
     for decision in plan.decisions:
         if (
             decision.name == "dtype"
@@ -289,7 +290,9 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     from quire.worker.last_tokens import PinnedReadback
     from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.outlets import outlets_for
+    from quire.worker.outlets.pooling import PoolOutlet
     from quire.worker.rows import RowTable
+    from quire.worker.staging import Staging
     from quire.worker.worker import Worker
 
     plan = planned.plan
@@ -298,7 +301,7 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     selection = select(plan)
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
-    model = _load_model(planned, selection.kernels)
+    model, pooler = _load_model(planned, selection.kernels)
     limits = plan.limits
     num_scratch = int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
@@ -315,7 +318,10 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
         GrammarTable(partial(_vocabulary, planned._replace(head_start=None), states))
     )
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
-    worker = Worker(model, memory, rows, outlets_for(model, rows, sampler), companions=(matchers,))
+    outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
+    if pooler is not None:
+        outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
+    worker = Worker(model, memory, rows, outlets, companions=(matchers,))
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:
@@ -346,9 +352,11 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
         )
 
 
-def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
-    """Return the weights in memory, as planned."""
+def _load_model(planned: PlannedModel, kernels: Kernels) -> tuple[DecoderModel, Pooler | None]:
+    """Return the weights in memory, as planned, and what makes vectors, if anything does."""
     from quire.nn.builder import build_decoder
+    from quire.nn.pooler import build_pooler
+    from quire.weights.dense import DenseFolder
 
     plan = planned.plan
     cache = planned.packed_cache if kernels.name == "cpu" else None
@@ -361,9 +369,15 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
             max_model_len=plan.limits.max_model_len,
             quantize=quantize,
         )
+
+        def source_of(dense: DenseSpec) -> WeightSource:
+            is_own = dense.folder is None or plan.config.load_format == "dummy"
+            return weights if is_own else DenseFolder(planned.folder / str(dense.folder))
+
+        pooler = None if plan.pooling is None else build_pooler(plan.pooling, model, source_of)
     if cache is not None:
         cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
-    return model
+    return model, pooler
 
 
 @contextmanager
@@ -448,7 +462,8 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.weights.head_start import HeadStart, Wanted
 
     floats = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
-    is_shared = plan.spec.is_tied and (plan.spec.head,) in floats
+    head = plan.spec.head
+    is_shared = plan.spec.is_tied and head is not None and (head,) in floats
     wanted = Wanted(floats, [] if is_shared else [plan.spec.embedding])
     try:
         checkpoint = SafetensorsCheckpoint(planned.folder, plan.spec)

@@ -49,35 +49,10 @@ def refuse_media(mm_processor_kwargs: object) -> None:
         )
 
 
-class PoolingParams:
-    """Parameters of embedding models. Not available: making one raises NotAvailableError,
-    as for the rest."""
-
-    __init__ = absent("PoolingParams", NO_POOLING)
-
-
 class LoRARequest:
     """An adapter."""
 
     __init__ = absent("LoRARequest", NO_ADAPTERS)
-
-
-class PoolingRequestOutput:
-    """What an embedding model gives."""
-
-    __init__ = absent("PoolingRequestOutput", NO_EMBEDDINGS)
-
-
-class EmbeddingRequestOutput(PoolingRequestOutput):
-    """An embedding."""
-
-
-class ClassificationRequestOutput(PoolingRequestOutput):
-    """Probabilities of classes."""
-
-
-class ScoringRequestOutput(PoolingRequestOutput):
-    """A similarity."""
 
 
 class ModelRegistry:

@@ -32,6 +32,7 @@ from quire.engine.front.requests import PreparedRequest, RequestBuilder
 from quire.engine.front.streams import Stream, merge_deltas
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
+from quire.engine.pooling.requests import PoolingRequests
 from quire.engine.process.messages import Inspect, InspectBlock, Inspected, InspectedBlock
 from quire.errors import EngineError, InvalidParameterError, UnavailableError
 from quire.text.tokenizer import Tokenizer
@@ -157,6 +158,7 @@ class Client:
         self._model = model_info(prepared)
         self._tokenizer = prepared.tokenizer
         self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
+        self._pooling = PoolingRequests(plan, prepared.tokenizer)
         self.link = link
         link.show = self._show
         self._streams: dict[str, _ClientStream] = {}
@@ -177,6 +179,11 @@ class Client:
         """The model's tokenizer (None with `skip_tokenizer_init`). Encode long texts in a thread:
         it releases the GIL."""
         return self._tokenizer
+
+    @property
+    def pooling(self) -> PoolingRequests:
+        """What the model makes of texts besides answers; it says so where that is nothing."""
+        return self._pooling
 
     def digest(self, params: SamplingParams) -> Digest:
         """Read parameters once for any number of requests; they must not be changed afterwards.

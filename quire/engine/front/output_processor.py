@@ -227,6 +227,8 @@ class OutputProcessor:
             outputs=outputs,
             finished=request.is_finished,
             prompt_logprobs=self._scores(state) if state.is_scored else None,
+            pooled=request.pooled if request.pool is not None else None,
+            num_vectors=_num_vectors(request),
             metrics=request.metrics,
             error=request.error,
         )
@@ -317,6 +319,14 @@ def _cut(sequence: SequenceRecord, mine: _SequenceState) -> None:
         for token_id, record in zip(sequence.output_token_ids, mine.logprobs, strict=True):
             total += record[token_id].logprob  # in the order in which they came: the same sum
         sequence.cumulative_logprob = total
+
+
+def _num_vectors(request: RequestRecord) -> int:
+    """Of a request for vectors: one, or one for each token that is pooled."""
+    pool = request.pool
+    if pool is None:
+        return 0
+    return len(request.prompt_token_ids) - pool.num_skipped if pool.is_per_token else 1
 
 
 def _shown(state: RequestState) -> list[tuple[int, SequenceRecord]]:

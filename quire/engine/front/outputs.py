@@ -108,6 +108,10 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: str | None = None
     """Why it failed, where `finish_reason` is "error"."""
+    pooled: bytes | None = None
+    """Of a request for vectors: these, as little-endian float32."""
+    num_vectors: int = 0
+    """How many they are."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -21,6 +21,7 @@ from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.front.digest import Digest, Digester
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.plan.planning import EnginePlan
+from quire.errors import InvalidParameterError
 from quire.text.reasoning import ReasoningFormat, is_thinking
 from quire.text.tokenizer import Tokenizer
 
@@ -81,6 +82,13 @@ class RequestBuilder:
         `tenant`, `weight`).
         """
         params = digest.params
+        if digest.spec.pool is None and not self._plan.generates:
+            raise InvalidParameterError(
+                f"{self._plan.spec.architecture} makes vectors or classes of texts here, and no "
+                "text; use embed(), classify() or score(), over HTTP /v1/embeddings, /classify or "
+                "/score",
+                param="model",
+            )
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
         spec = replace(
             digest.spec,

@@ -23,6 +23,7 @@ from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import DTYPE_BYTES, AttentionSpec, DecoderSpec, Mixer
+from quire.models.pooling import PoolingSpec
 from quire.quant.formats import WeightFormats
 
 DEFAULT_BLOCK_SIZE = 16
@@ -97,6 +98,10 @@ class EnginePlan:
     limits: SchedulerLimits
     step_costs: UnitCosts
     """What steps are estimated to cost."""
+    pooling: PoolingSpec | None
+    """What vectors are made of; None where the model makes none."""
+    generates: bool
+    """Whether the model makes text."""
     target_step_s: float | None
     """How long a step should take where outputs are streamed; None where it may take any time."""
     is_overlapped: bool
@@ -119,13 +124,22 @@ class EnginePlan:
 
 
 def resolve(
-    config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats | None = None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    machine: Machine,
+    formats: WeightFormats | None = None,
+    pooling: PoolingSpec | None = None,
+    *,
+    generates: bool = True,
 ) -> EnginePlan:
-    """Decide. `formats` says which weights are integers, by default none.
+    """Decide. `formats` says which weights are integers, by default none; `pooling` what vectors
+    are made of, and `generates` whether the model makes text.
 
     Raises ConfigError, or CapacityError with the numbers, for what cannot work.
     """
-    return _Resolver(config, spec, machine, formats or WeightFormats()).plan()
+    resolver = _Resolver(config, spec, machine, formats or WeightFormats())
+    resolver.pooling, resolver.generates = pooling, generates
+    return resolver.plan()
 
 
 class _Resolver:
@@ -138,6 +152,8 @@ class _Resolver:
         self.formats = formats
         self.gpu = machine.gpu if config.device == "cuda" else None
         self.decisions: list[Decision] = []
+        self.pooling: PoolingSpec | None = None
+        self.generates = True
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
@@ -145,14 +161,12 @@ class _Resolver:
         self._note_device()
         self._note_invariance()
         dtype = self._dtype()
-        block_size = self._given(
-            "block_size",
-            config.block_size,
-            DEFAULT_BLOCK_SIZE,
-            "a good compromise of waste and speed",
-        )
+        self._note_pooling()
+        block_size = self._block_size()
         max_num_seqs = self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
+        if spec.is_encoder:
+            num_batched = max(num_batched, self._longest())
         num_threads = self._given(
             "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
         )
@@ -175,12 +189,7 @@ class _Resolver:
         kv_bytes = self._kv_bytes(
             weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs
         )
-        num_blocks = kv_bytes // (bytes_per_token * block_size)
-        self._note(
-            "num_blocks",
-            num_blocks,
-            f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block",
-        )
+        num_blocks = self._num_blocks(kv_bytes, bytes_per_token * block_size, max_num_seqs)
         max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
         limits = self._limits(num_blocks, block_size, max_num_seqs, num_batched, max_model_len)
         computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
@@ -193,6 +202,8 @@ class _Resolver:
             kv_format=kv_format,
             attention_module=attention_module,
             limits=limits,
+            pooling=self.pooling,
+            generates=self.generates,
             step_costs=estimate(spec, self.formats, dtype, kv_format, computing),
             target_step_s=self._target_step_s(),
             is_overlapped=self._is_overlapped(),
@@ -206,6 +217,32 @@ class _Resolver:
             decisions=tuple(self.decisions),
         )
 
+    def _block_size(self) -> int:
+        if self.spec.is_encoder:
+            return self._given("block_size", None, self._longest(), "nothing is kept of a text")
+        reason = "a good compromise of waste and speed"
+        return self._given("block_size", self.config.block_size, DEFAULT_BLOCK_SIZE, reason)
+
+    def _num_blocks(self, kv_bytes: int, block_bytes: int, max_num_seqs: int) -> int:
+        """Of an encoder, places for texts: its blocks hold nothing."""
+        if self.spec.is_encoder:
+            return max_num_seqs
+        num_blocks = kv_bytes // block_bytes
+        reason = f"{format_bytes(kv_bytes)} / {format_bytes(block_bytes)} a block"
+        self._note("num_blocks", num_blocks, reason)
+        return num_blocks
+
+    def _note_pooling(self) -> None:
+        if self.pooling is not None:
+            for name, reason in self.pooling.sources:
+                value, _, source = reason.partition(": ")
+                self._note(name, value, source)
+
+    @property
+    def _has_chunks(self) -> bool:
+        """Whether a prompt may be computed in pieces; an encoder needs all of it at once."""
+        return self.config.enable_chunked_prefill and not self.spec.is_encoder
+
     def _limits(
         self,
         num_blocks: int,
@@ -216,7 +253,7 @@ class _Resolver:
     ) -> SchedulerLimits:
         config, most = (
             self.config,
-            DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self.config.enable_chunked_prefill else 1,
+            DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self._has_chunks else 1,
         )
         reason = (
             "short prompts are computed beside a long one"
@@ -231,8 +268,8 @@ class _Resolver:
             max_num_batched_tokens=num_batched,
             max_model_len=max_model_len,
             policy=_policy(config.scheduling_policy),
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_prefix_caching=config.enable_prefix_caching and not self.spec.is_encoder,
+            enable_chunked_prefill=self._has_chunks,
             max_num_partial_prefills=self._given(
                 "max_num_partial_prefills", config.max_num_partial_prefills, num_partial, reason
             ),
@@ -249,7 +286,7 @@ class _Resolver:
             default, reason = given, "given"
         elif self.gpu is not None:
             default, reason = 0.0, "a GPU's steps are short"
-        elif not self.config.enable_chunked_prefill:
+        elif not self._has_chunks:
             default, reason = 0.0, "without chunked prefill each prompt is computed in one step"
         self._note("target_step_ms", f"{default:g}" if default else "off", reason)
         return default / 1000.0 if default else None
@@ -423,7 +460,13 @@ class _Resolver:
 
     def _longest(self) -> int:
         """Return the longest sequence that the user, or else the model, has in mind."""
-        return self.config.max_model_len or self.spec.context_len
+        return self.config.max_model_len or self._context_len
+
+    @property
+    def _context_len(self) -> int:
+        """The model's, or what its folder says of the texts that vectors are made of."""
+        said = None if self.pooling is None or self.generates else self.pooling.max_len
+        return self.spec.context_len if said is None else min(said, self.spec.context_len)
 
     def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
         config = self.config
@@ -480,9 +523,9 @@ class _Resolver:
     def _max_model_len(self, num_slots: int, bytes_per_token: int) -> int:
         wanted, spec = self.config.max_model_len, self.spec
         if wanted is None:
-            longest = min(spec.context_len, num_slots)
+            longest = min(self._context_len, num_slots)
             reason = (
-                "the model's context" if longest == spec.context_len else "what the KV cache holds"
+                "the model's context" if longest == self._context_len else "what the KV cache holds"
             )
             self._note("max_model_len", longest, reason)
             if longest < 1:

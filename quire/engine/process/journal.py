@@ -93,6 +93,7 @@ class JournalEntry:
             return []
         if delta.prompt_logprobs and not request.prompt_logprobs:
             request.prompt_logprobs.extend(delta.prompt_logprobs)
+        request.pooled = delta.pooled or request.pooled
         sequence.token_ids += delta.token_ids
         self.num_delivered += len(delta.token_ids)
         if delta.token_ids:

@@ -161,6 +161,8 @@ class TokenDelta(_TaggedMessage, frozen=True, array_like=True):
     """With the first token, where the request wants them."""
     served: ServeStats | None = None
     """With the first token and at the end."""
+    pooled: bytes = b""
+    """At the end of a request for vectors."""
 
 
 class StepDeltas(_TaggedMessage, frozen=True):

@@ -160,6 +160,7 @@ def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDe
         stop_token_id=stop if isinstance(stop, int) else None,
         error=request.error,
         prompt_logprobs=tuple(request.prompt_logprobs) if is_first and sequence.index == 0 else (),
+        pooled=request.pooled if has_ended else b"",
         served=ServeStats(
             metrics.first_scheduled_s,
             metrics.num_prefix_hit_tokens,

@@ -1,0 +1,87 @@
+"""What a pooling request asks for: vLLM's `PoolingParams`, and the task of the worker that it
+becomes.
+
+A pooling request computes its prompt and generates nothing. Standard library only: both planes
+import it.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, get_args
+
+from quire.errors import InvalidParameterError
+
+PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+TASKS: Final[tuple[PoolingTask, ...]] = get_args(PoolingTask)
+MAX_DIMENSIONS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Make a vector of a prompt's hidden states, or one for each token. A `Task` of
+    `quire.core.plan`.
+    """
+
+    is_whole: bool = False
+    """Whether all tokens' states are needed. The task is then one of every chunk, else of the last.
+    """
+    is_per_token: bool = False
+    """A vector for each token in place of one for the text."""
+    dimensions: int | None = None
+    """The first so many elements alone (Matryoshka representation learning, arXiv:2205.13147)."""
+    num_skipped: int = 0
+    """The first so many tokens are not pooled: an instruction's."""
+    is_activated: bool = True
+    """Whether vectors are normalised, and logits made probabilities, where the model says so."""
+
+    def num_wanted(self, num_tokens: int) -> int:
+        return num_tokens if self.is_whole else 1
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingParams:
+    """How to pool a prompt. Names and defaults are vLLM's.
+
+    Raises `InvalidParameterError` (with `param` set) for a value out of its range.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens, -1 as many as the model takes; None refuses prompts that are longer."""
+    dimensions: int | None = None
+    """Of the vector, for models that were trained so that its first elements suffice."""
+    use_activation: bool | None = None
+    """Whether vectors are normalised, or logits made probabilities; None: as the model does."""
+    task: PoolingTask | None = None
+    """None: what the method that is called, or the endpoint, stands for."""
+    skip_reading_prefix_cache: bool = False
+    prompt_name: str | None = None
+    """Which of the model's prompts to put before a text; None: its default one, if it has one."""
+
+    def __post_init__(self) -> None:
+        keep, dimensions = self.truncate_prompt_tokens, self.dimensions
+        if keep is not None and (not _is_int(keep) or keep < -1 or keep == 0):
+            raise _invalid("truncate_prompt_tokens", keep, "a number of tokens from 1 up, or -1")
+        if dimensions is not None and (
+            not _is_int(dimensions) or not 1 <= dimensions <= MAX_DIMENSIONS
+        ):
+            raise _invalid("dimensions", dimensions, f"a number from 1 to {MAX_DIMENSIONS}")
+        if not isinstance(self.use_activation, bool | None):
+            raise _invalid("use_activation", self.use_activation, "True, False or None")
+        if self.task is not None and self.task not in TASKS:
+            raise _invalid("task", self.task, f"one of {', '.join(TASKS)}")
+
+    def clone(self) -> Self:
+        """A copy, checked again."""
+        made = copy(self)
+        made.__post_init__()
+        return made
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _invalid(name: str, value: Any, wanted: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{name}={str(value)[:100]} must be {wanted}", param=name)

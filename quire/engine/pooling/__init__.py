@@ -1,0 +1,1 @@
+"""Vectors, classes and scores of texts: how a model pools, and what can be asked of it."""

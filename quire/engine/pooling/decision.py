@@ -1,0 +1,259 @@
+"""How a model pools: decided from the user's options and the model's files, each decision with its
+source.
+
+Imports no torch. A model pools where its architecture can do nothing else, where its folder says so
+(the layout of sentence-transformers), or where the user asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.engine.assembly.model_files import ModelFiles
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.models.declaration import DecoderSpec, PoolingKind
+from quire.models.pooling import OutputActivation, PoolingSpec
+from quire.models.registry import POOLING_ARCHITECTURES, declare
+from quire.text.tokenizer import Tokenizer
+from quire.weights.sentence_transformers import (
+    StoredPooling,
+    StoredTexts,
+    has_modules,
+    read_modules,
+    read_texts,
+)
+
+logger = logging.getLogger(__name__)
+
+_OWN_KEYS = (
+    "classifier_from_token",
+    "is_original_qwen3_reranker",
+    "is_matryoshka",
+    "matryoshka_dimensions",
+    "method",
+    "sentence_transformers",
+    "sbert_ce_default_activation_function",
+)
+"""Keys of a config that say how to pool: no family reads them."""
+_KINDS: dict[str, PoolingKind] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
+_POOLER_KEYS = {"pooling_type", "seq_pooling_type", "use_activation", "normalize", "activation"}
+
+
+class PoolingModel(NamedTuple):
+    """A model's declaration, and how it pools if it does."""
+
+    spec: DecoderSpec
+    pooling: PoolingSpec | None
+    generates: bool
+    """Whether it also makes text."""
+
+
+def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
+    """Declare a model and decide how it pools. Raises a QuireError."""
+    values = {key: value for key, value in files.config.items() if key != "quantization_config"}
+    own = {key: values.pop(key) for key in _OWN_KEYS if key in values}
+    if own.get("classifier_from_token"):
+        values["architectures"] = [
+            str(name).replace("ForSequenceClassification", "ForCausalLM")
+            for name in _listed(values.get("architectures"))
+        ]
+    spec = declare(values)
+    can_generate = spec.architecture not in POOLING_ARCHITECTURES
+    if config.runner == "generate" and not can_generate:
+        raise ConfigError(
+            f"runner='generate', but {spec.architecture} makes vectors and no text; leave it out"
+        )
+    stored = read_modules(files.folder) if has_modules(files.folder) else None
+    asked = config.runner == "pooling" or config.convert not in ("auto", "none")
+    implied = config.runner == "auto" and (not can_generate or stored is not None)
+    if not asked and not (implied and config.convert != "none"):
+        return PoolingModel(spec, None, can_generate)
+    generates = can_generate and (config.runner == "generate" or (asked and not _only(config)))
+    pooling = _Decision(config, files, spec, stored, own).pooling()
+    if not generates and not pooling.token_ids:
+        spec = replace(spec, head=None)
+    return PoolingModel(spec, pooling, generates)
+
+
+def _only(config: EngineConfig) -> bool:
+    """Whether the model is to pool and do nothing else: `convert` alone asks for both."""
+    return config.runner == "pooling"
+
+
+class _Decision:
+    """What a `PoolingSpec` is made of."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        spec: DecoderSpec,
+        stored: StoredPooling | None,
+        own: Mapping[str, Any],
+    ) -> None:
+        self._config, self._files, self._spec, self._stored = config, files, spec, stored
+        self._own = own
+        self._wishes = dict(config.pooler_config or {})
+        self._sources: list[tuple[str, str]] = []
+
+    def pooling(self) -> PoolingSpec:
+        """Decide."""
+        unknown = sorted(set(self._wishes) - _POOLER_KEYS)
+        if unknown:
+            raise ConfigError(
+                f"pooler_config has {', '.join(map(repr, unknown))}; known keys are "
+                f"{', '.join(sorted(_POOLER_KEYS))}"
+            )
+        convert = self._config.convert
+        is_classifier = self._spec.classifier is not None or bool(
+            self._own.get("classifier_from_token")
+        )
+        if convert in ("classify", "reward") and not is_classifier:
+            raise ConfigError(
+                f"convert={convert!r}, but {self._spec.architecture} has no layer for classes; "
+                "load a checkpoint of ...ForSequenceClassification, or name the tokens that are "
+                "the classes: hf_overrides={'classifier_from_token': ['no', 'yes']}"
+            )
+        if is_classifier and convert != "embed":
+            return self._classifier()
+        return self._embedder()
+
+    def _classifier(self) -> PoolingSpec:
+        labels = self._labels()
+        classifier = self._spec.classifier
+        if classifier is None or self._own.get("classifier_from_token"):
+            return self._token_classifier()
+        num_labels = classifier.layers[-1].linear.num_outputs
+        self._sources.append(("pooling", f"{classifier.kind}: as {self._spec.architecture}"))
+        return self._spec_of(
+            task="classify",
+            kind=self._kind(classifier.kind),
+            layers=classifier.layers,
+            activation=self._activation("sigmoid" if num_labels == 1 else "softmax"),
+            labels=labels,
+        )
+
+    def _token_classifier(self) -> PoolingSpec:
+        """Classes are the logits of tokens; of two, the last one's above the first one's is the
+        score.
+        """
+        names = [str(name) for name in _listed(self._own.get("classifier_from_token"))]
+        tokenizer = Tokenizer.from_folder(self._files.folder)
+        token_ids = [tokenizer.token_to_id(name) for name in names]
+        if len(names) < 2 or None in token_ids:
+            raise ConfigError(
+                f"classifier_from_token={names} must name two or more tokens of the "
+                "model's vocabulary"
+            )
+        is_difference = bool(self._own.get("is_original_qwen3_reranker")) and len(names) == 2
+        self._sources.append(("classes", f"the logits of {', '.join(names)}: hf_overrides"))
+        return self._spec_of(
+            task="classify",
+            kind="last",
+            token_ids=tuple(each for each in token_ids if each is not None),
+            is_difference=is_difference,
+            activation=self._activation("sigmoid" if is_difference else "softmax"),
+            labels=() if is_difference else tuple(names),
+        )
+
+    def _embedder(self) -> PoolingSpec:
+        stored = self._stored
+        if stored is not None:
+            self._sources.append(("pooling", f"{stored.kind}: {stored.kind_source}"))
+            self._sources.append(
+                ("normalize", f"{'on' if stored.is_normalized else 'off'}: modules.json")
+            )
+            return self._spec_of(
+                task="embed",
+                kind=self._kind(stored.kind),
+                layers=stored.layers,
+                is_normalized=self._is_activated(stored.is_normalized),
+                counts_prompt=stored.counts_prompt,
+            )
+        default: PoolingKind = "cls" if self._spec.is_encoder else "last"
+        kind = self._kind(default)
+        if not _wished_kind(self._wishes):
+            logger.warning(
+                "%s has no modules.json that says how to pool: %s, normalized; "
+                "pooler_config={'pooling_type': ...} says otherwise",
+                self._files.folder, kind,
+            )  # fmt: skip
+            self._sources.append(("pooling", f"{kind}, normalized: a default, no file says"))
+        return self._spec_of(task="embed", kind=kind, is_normalized=self._is_activated(True))
+
+    def _spec_of(self, **fields: Any) -> PoolingSpec:
+        texts = read_texts(self._files.folder) if has_modules(self._files.folder) else StoredTexts()
+        lengths = self._own.get("matryoshka_dimensions")
+        matryoshka: bool | tuple[int, ...] = bool(self._own.get("is_matryoshka"))
+        if isinstance(lengths, list) and all(isinstance(each, int) for each in lengths):
+            matryoshka = tuple(lengths)
+        return PoolingSpec(
+            matryoshka=matryoshka,
+            prompts=texts.prompts,
+            default_prompt=texts.default_prompt,
+            max_len=texts.max_len,
+            sources=tuple(self._sources),
+            **fields,
+        )
+
+    def _kind(self, default: PoolingKind) -> PoolingKind:
+        wish = _wished_kind(self._wishes)
+        if wish is None:
+            return default
+        if wish not in _KINDS:
+            raise ConfigError(
+                f"pooler_config: pooling_type={wish!r} is not available; use {', '.join(_KINDS)}"
+            )
+        self._sources.append(("pooling", f"{_KINDS[wish]}: given"))
+        return _KINDS[wish]
+
+    def _is_activated(self, default: bool) -> bool:
+        for key in ("use_activation", "normalize", "activation"):
+            if self._wishes.get(key) is not None:
+                return bool(self._wishes[key])
+        return default
+
+    def _activation(self, default: OutputActivation) -> OutputActivation:
+        """As the config says: of a regression none, of several labels at once the sigmoid."""
+        config = self._files.config
+        kinds: dict[str, OutputActivation] = {
+            "regression": "none",
+            "multi_label_classification": "sigmoid",
+            "single_label_classification": default,
+        }
+        section = config.get("sentence_transformers")
+        named = section.get("activation_fn") if isinstance(section, Mapping) else None
+        named = named or config.get("sbert_ce_default_activation_function")
+        if named is not None:
+            name = str(named).rpartition(".")[2]
+            functions: dict[str, OutputActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
+            if name not in functions:
+                raise UnsupportedModelError(
+                    f"config.json: the activation function {str(named)[:80]!r} is not supported; "
+                    "supported: Identity and Sigmoid"
+                )
+            return functions[name] if self._is_activated(True) else "none"
+        found = kinds.get(str(config.get("problem_type")), default)
+        return found if self._is_activated(True) else "none"
+
+    def _labels(self) -> tuple[str, ...]:
+        names = self._files.config.get("id2label")
+        if not isinstance(names, Mapping):
+            return ()
+        try:
+            return tuple(str(names[key]) for key in sorted(names, key=int))
+        except ValueError:
+            raise UnsupportedModelError("config.json: id2label must be numbered") from None
+
+
+def _wished_kind(wishes: Mapping[str, Any]) -> str | None:
+    wish = wishes.get("pooling_type") or wishes.get("seq_pooling_type")
+    return None if wish is None else str(wish).upper()
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,136 @@
+"""Requests for vectors, classes and scores: what is asked, judged against what the model does.
+
+The one place where `PoolingParams` become the plan's terms, for programs and for a server alike. A
+pooling request is a request that generates nothing, so everything else about it is as for any
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.plan import RowSampling
+from quire.core.pooling import Pool, PoolingParams, PoolingTask
+from quire.core.request_spec import RequestSpec
+from quire.engine.front.digest import Digest
+from quire.engine.plan.planning import EnginePlan
+from quire.engine.pooling.texts import PoolingTexts
+from quire.errors import InvalidParameterError, NotAvailableError
+from quire.models.pooling import OF_WHOLE, PoolingSpec
+from quire.text.tokenizer import Tokenizer
+
+_OF_TOKENS = frozenset({"token_embed", "token_classify"})
+_MAKES = {"embed": "vectors of texts", "classify": "classes of texts"}
+
+
+class PoolingRequests:
+    """What one model makes of texts."""
+
+    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+
+    @property
+    def spec(self) -> PoolingSpec:
+        """How the model pools. NotAvailableError where it does not."""
+        if self._plan.pooling is None:
+            raise NotAvailableError(
+                f"{self._plan.spec.architecture} was loaded to generate text; load it with "
+                "runner='pooling' (or convert='embed' beside its answers) for vectors"
+            )
+        return self._plan.pooling
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a vector, or classes."""
+        return self.spec.num_outputs(self._plan.spec.hidden_size)
+
+    @cached_property
+    def texts(self) -> PoolingTexts:
+        """How texts are encoded. InvalidParameterError where there is no tokenizer."""
+        if self._tokenizer is None:
+            raise InvalidParameterError(
+                "this engine has no tokenizer, so it takes token ids alone", param="prompt"
+            )
+        spec = self._plan.spec
+        vocab_size = spec.embedding.shape[0]
+        return PoolingTexts(
+            self._tokenizer,
+            self.spec,
+            self._plan.limits.max_model_len,
+            spec.vocab_size // vocab_size,
+            vocab_size,
+        )
+
+    def digest(self, params: PoolingParams, task: PoolingTask, num_skipped: int = 0) -> Digest:
+        """What parameters come to for a task, for any number of prompts whose first `num_skipped`
+        tokens are not pooled. Raises a QuireError for what this model does not do."""
+        pool = self.pool(params, task, num_skipped)
+        sampling = SamplingParams(
+            max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        reads_cache = not pool.is_whole and not params.skip_reading_prefix_cache
+        spec = RequestSpec(sampling=RowSampling(), pool=pool, reads_cache=reads_cache)
+        return Digest(params=sampling, spec=spec)
+
+    def pool(self, params: PoolingParams, task: PoolingTask, num_skipped: int = 0) -> Pool:
+        """The task of the worker."""
+        spec, wanted = self.spec, "classify" if "classify" in task else "embed"
+        if task != "score" and spec.task != wanted:
+            raise NotAvailableError(
+                f"{task!r} asks for {_MAKES[wanted]}, and this model makes {_MAKES[spec.task]}"
+            )
+        if params.dimensions is not None:
+            self._check_dimensions(params.dimensions)
+        is_per_token = task in _OF_TOKENS
+        is_whole = is_per_token or spec.kind in OF_WHOLE or num_skipped > 0
+        return Pool(
+            is_whole=is_whole,
+            is_per_token=is_per_token,
+            dimensions=params.dimensions,
+            num_skipped=num_skipped,
+            is_activated=params.use_activation is not False,
+        )
+
+    def prompt_of(self, name: str | None) -> str:
+        """What is put before texts: the prompt of that name, or the model's default; or nothing."""
+        spec = self.spec
+        name = spec.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in spec.prompts:
+            known = ", ".join(spec.prompts) or "none"
+            raise InvalidParameterError(
+                f"prompt_name={name[:100]!r} is not one of this model's: {known}",
+                param="prompt_name",
+            )
+        return spec.prompts[name]
+
+    def cut(self, token_ids: Sequence[int], keep: int | None) -> list[int]:
+        """A prompt of token ids, as `truncate_prompt_tokens` says."""
+        if keep is None:
+            return list(token_ids)
+        most = self._plan.limits.max_model_len
+        if keep > most:
+            raise InvalidParameterError(
+                f"truncate_prompt_tokens={keep} is beyond the {most} tokens that the model takes",
+                param="truncate_prompt_tokens",
+            )
+        return list(token_ids[: most if keep < 0 else keep])
+
+    def _check_dimensions(self, dimensions: int) -> None:
+        spec, most = self.spec, self.num_outputs
+        if spec.task != "embed" or not spec.matryoshka:
+            raise InvalidParameterError(
+                f"dimensions={dimensions}: this model was not trained so that a vector's first "
+                "elements are one (no is_matryoshka in its config); leave it out",
+                param="dimensions",
+            )
+        lengths = spec.matryoshka if isinstance(spec.matryoshka, tuple) else ()
+        if dimensions > most or (lengths and dimensions not in lengths):
+            allowed = ", ".join(map(str, lengths)) or f"1 to {most}"
+            raise InvalidParameterError(
+                f"dimensions={dimensions} is not one of this model's: {allowed}", param="dimensions"
+            )

@@ -1,0 +1,137 @@
+"""Classes and scores equal those of transformers; documents are put in the order that a cross-
+encoder gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, PoolingParams
+from quire.errors import QuireError
+
+FolderOf = Callable[..., tuple[Path, Any]]
+CLASSIFIERS = ["bert", "xlm-roberta", "qwen3", "mistral"]
+AUTO = "AutoModelForSequenceClassification"
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **{"dtype": "float32", "kv_cache_memory": "8MiB", **options})
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_probabilities_equal_those_of_transformers(
+    family: str, num_labels: int, folder_of: FolderOf, texts: list[str]
+) -> None:
+    folder, reference = folder_of(family, auto=AUTO, num_labels=num_labels)
+    with closing(load(folder)) as llm:
+        plain = PoolingParams(use_activation=False)
+        outputs = llm.classify(texts, use_tqdm=False)
+        logits = llm.classify(texts, plain, use_tqdm=False)
+        for output, raw in zip(outputs, logits, strict=True):
+            with torch.inference_mode():
+                wanted = reference(torch.tensor([output.prompt_token_ids])).logits[0]
+            np.testing.assert_allclose(raw.outputs.probs, wanted, atol=1e-4)
+            wanted = torch.sigmoid(wanted) if num_labels == 1 else torch.softmax(wanted, 0)
+            np.testing.assert_allclose(output.outputs.probs, wanted, atol=1e-4)
+        alone = [llm.classify(text, use_tqdm=False)[0].outputs.data.tobytes() for text in texts]
+        assert alone == [output.outputs.data.tobytes() for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_a_cross_encoder_scores_pairs_as_transformers_does(
+    family: str, folder_of: FolderOf, texts: list[str]
+) -> None:
+    folder, reference = folder_of(family, auto=AUTO, num_labels=1)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with closing(load(folder)) as llm:
+        found = [each.outputs.score for each in llm.score(texts[0], texts, use_tqdm=False)]
+    wanted = []
+    for text in texts:
+        pair = tokenizer.encode(texts[0], text)
+        named = {"token_type_ids": torch.tensor([pair.type_ids])}
+        types = named if family == "bert" else {}
+        with torch.inference_mode():
+            wanted.append(torch.sigmoid(reference(torch.tensor([pair.ids]), **types).logits[0, 0]))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert np.argsort(found).tolist() == np.argsort(wanted).tolist()
+
+
+def test_qwen3s_reranker_compares_yes_and_no_in_its_own_template(
+    folder_of: FolderOf, texts: list[str]
+) -> None:
+    folder, reference = folder_of("qwen3", auto="AutoModelForCausalLM")
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }
+    with closing(load(folder, runner="pooling", hf_overrides=overrides)) as llm:
+        outputs = llm.score(texts[0], texts, use_tqdm=False, instruction="Judge it")
+        tokenizer = llm.get_tokenizer()
+        no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
+        prefix = "<|im_start|>system\nJudge whether the Document meets the requirements based on "
+        for text, output in zip(texts, outputs, strict=True):
+            shown = tokenizer.decode(output.prompt_token_ids)
+            assert shown.startswith(prefix)
+            assert (
+                f"<Instruct>: Judge it\n<Query>: {texts[0]}\n<Document>: {text}<|im_end|>" in shown
+            )
+            assert shown.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+            with torch.inference_mode():
+                logits = reference(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+            wanted = torch.sigmoid(logits[yes] - logits[no])
+            assert output.outputs.score == pytest.approx(float(wanted), abs=1e-4)
+        assert any(output.num_cached_tokens for output in outputs)  # the template, computed once
+
+
+def test_without_a_classifier_a_score_is_a_cosine(folder_of: FolderOf, texts: list[str]) -> None:
+    folder, _ = folder_of("bert", pooling="mean_tokens")
+    with closing(load(folder)) as llm:
+        vectors = [each.outputs.data for each in llm.embed(texts, use_tqdm=False)]
+        scores = [each.outputs.score for each in llm.score(texts, texts[::-1], use_tqdm=False)]
+        wanted = [float(a @ b) for a, b in zip(vectors, vectors[::-1], strict=True)]
+        np.testing.assert_allclose(scores, wanted, atol=1e-6)
+        with pytest.raises(QuireError, match="one text and several, or as many: not 2 and 3"):
+            llm.score(texts[:2], texts[:3])
+        with pytest.raises(QuireError, match="asks for classes of texts, and this model makes"):
+            llm.classify(texts, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"convert": "classify"}, "has no layer for classes"),
+        ({"runner": "pooling", "pooler_config": {"pooling_type": "x"}}, "pooling_type='X'"),
+        ({"runner": "pooling", "pooler_config": {"pool": "x"}}, "pooler_config has 'pool'"),
+        ({"runner": "train"}, "runner='train' is not available"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: dict[str, Any], complaint: str, folder_of: FolderOf
+) -> None:
+    folder, _ = folder_of("qwen3")
+    with pytest.raises(QuireError, match=complaint):
+        load(folder, **options)
+
+
+def test_a_pair_is_cut_at_its_longer_text(folder_of: FolderOf, texts: list[str]) -> None:
+    folder, _ = folder_of("bert", auto=AUTO, num_labels=1)
+    with closing(load(folder)) as llm:
+        [output] = llm.score(
+            texts[0], texts[3] * 9, pooling_params=PoolingParams(truncate_prompt_tokens=64),
+            use_tqdm=False,
+        )  # fmt: skip
+        vocab_size = llm.llm_engine.model_config.vocab_size // 2
+        ids = output.prompt_token_ids
+        assert len(ids) == 64
+        assert [each for each in ids if each % vocab_size in (2, 3)] == [2, 3, 3 + vocab_size]

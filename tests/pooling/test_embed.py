@@ -1,0 +1,233 @@
+"""Vectors equal those of transformers with the pooling of sentence-transformers; a vector is a
+function of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from quire import LLM, PoolingParams
+from quire.errors import QuireError
+
+FolderOf = Callable[..., tuple[Path, Any]]
+POOLINGS = (
+    "cls_token",
+    "mean_tokens",
+    "max_tokens",
+    "mean_sqrt_len_tokens",
+    "weightedmean_tokens",
+    "lasttoken",
+)
+
+
+def pooled(states: torch.Tensor, pooling: str) -> torch.Tensor:
+    """What sentence-transformers makes of the states [n, H] of one text."""
+    count = len(states)
+    weights = torch.arange(1, count + 1, dtype=torch.float32)[:, None]
+    made: dict[str, torch.Tensor] = {
+        "cls_token": states[0],
+        "mean_tokens": states.mean(0),
+        "max_tokens": states.max(0).values,
+        "mean_sqrt_len_tokens": states.sum(0) / count**0.5,
+        "weightedmean_tokens": (states * weights).sum(0) / weights.sum(),
+        "lasttoken": states[-1],
+    }
+    return made[pooling]
+
+
+def reference_vectors(
+    reference: Any, ids: list[list[int]], pooling: str, *, is_normalized: bool = True
+) -> NDArray[np.float32]:
+    vectors = []
+    for each in ids:
+        with torch.inference_mode():
+            states = reference(torch.tensor([each])).last_hidden_state[0]
+        vectors.append(pooled(states, pooling))
+    found = torch.stack(vectors)
+    return (torch.nn.functional.normalize(found) if is_normalized else found).numpy()
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **{"dtype": "float32", "kv_cache_memory": "8MiB", **options})
+
+
+def embed(llm: LLM, texts: list[str], **options: Any) -> NDArray[np.float32]:
+    outputs = llm.embed(texts, use_tqdm=False, **options)
+    return np.stack([output.outputs.data for output in outputs])
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., LLM]]:
+    """`opened(folder, ...)` loads a model that is closed at the end."""
+    made: list[LLM] = []
+
+    def opened(folder: Path, **options: Any) -> LLM:
+        made.append(load(folder, **options))
+        return made[-1]
+
+    yield opened
+    for llm in made:
+        llm.close()
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_vectors_equal_those_of_sentence_transformers(
+    family: str, pooling: str, folder_of: FolderOf, texts: list[str], tmp_path: Path
+) -> None:
+    folder, reference = folder_of(family, pooling=pooling)
+    with closing(load(folder)) as llm:
+        outputs = llm.embed(texts, use_tqdm=False)
+        ids = [output.prompt_token_ids for output in outputs]
+        assert ids == [llm.get_tokenizer()(text)["input_ids"] for text in texts]
+        wanted = reference_vectors(reference, ids, pooling)
+        for output, vector in zip(outputs, wanted, strict=True):
+            np.testing.assert_allclose(output.outputs.embedding, vector, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3", "mistral"])
+@pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
+def test_a_vector_is_a_function_of_its_text(
+    family: str, pooling: str, folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    """Alone, together, in any order, chunked, cached, preempted, with other threads."""
+    folder, _ = folder_of(family, pooling=pooling)
+    llm = opened(folder)
+    together = embed(llm, texts)
+    alone = np.stack([embed(llm, [text])[0] for text in texts])
+    assert together.tobytes() == alone.tobytes()
+    assert embed(llm, texts[::-1])[::-1].tobytes() == together.tobytes()
+    assert embed(llm, texts * 3).tobytes() == np.tile(together, (3, 1)).tobytes()
+    limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    if family in ("bert", "xlm-roberta"):
+        limits = {"max_num_seqs": 1}
+    assert embed(opened(folder, **limits), texts).tobytes() == together.tobytes()
+    small = opened(folder, **limits, block_size=4, enable_prefix_caching=False)
+    assert embed(small, texts).tobytes() == together.tobytes()
+    assert embed(opened(folder, num_threads=2), texts).tobytes() == together.tobytes()
+
+
+def test_a_model_without_modules_pools_as_it_is_told(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM], caplog: Any
+) -> None:
+    folder, reference = folder_of("qwen3")
+    default = opened(folder, runner="pooling")
+    assert "no modules.json that says how to pool: last, normalized" in caplog.text
+    given = opened(
+        folder, runner="pooling", pooler_config={"pooling_type": "MEAN", "normalize": False}
+    )
+    for llm, pooling, is_normalized in (
+        (default, "lasttoken", True),
+        (given, "mean_tokens", False),
+    ):
+        outputs = llm.embed(texts, use_tqdm=False)
+        ids = [output.prompt_token_ids for output in outputs]
+        wanted = reference_vectors(reference, ids, pooling, is_normalized=is_normalized)
+        found = np.stack([output.outputs.data for output in outputs])
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_generating_model_can_make_vectors_beside_its_answers(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    folder, _ = folder_of("qwen3", auto="AutoModelForCausalLM")
+    both = opened(folder, convert="embed")
+    only = opened(folder, runner="pooling", convert="embed")
+    assert embed(both, texts).tobytes() == embed(only, texts).tobytes()
+    assert both.generate(texts[0], use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(QuireError, match="makes vectors"):
+        only.generate(texts[0], use_tqdm=False)
+
+
+def test_texts_that_are_too_long_are_refused_with_the_numbers_or_cut_on_request(
+    folder_of: FolderOf, opened: Callable[..., LLM]
+) -> None:
+    folder, _ = folder_of("bert", pooling="mean_tokens")
+    llm = opened(folder)
+    long = "lovely tomorrow " * 400
+    with pytest.raises(QuireError, match=r"the text has \d+ tokens, and the model takes 256"):
+        llm.embed(long, use_tqdm=False)
+    ids = llm.get_tokenizer()(long)["input_ids"]
+    for keep, count in ((-1, 256), (20, 20)):
+        [output] = llm.embed(long, use_tqdm=False, truncate_prompt_tokens=keep)
+        assert output.prompt_token_ids == [*ids[: count - 1], ids[-1]]
+    with pytest.raises(QuireError, match="257 is beyond the 256"):
+        llm.embed(long, use_tqdm=False, truncate_prompt_tokens=257)
+    [output] = llm.embed(
+        {"prompt_token_ids": ids}, PoolingParams(truncate_prompt_tokens=9), use_tqdm=False
+    )
+    assert output.prompt_token_ids == ids[:9]
+
+
+def test_dimensions_are_for_models_that_were_trained_for_them(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    folder, _ = folder_of("bert", pooling="cls_token")
+    with pytest.raises(QuireError, match="dimensions=8: this model was not trained"):
+        opened(folder).embed(texts, PoolingParams(dimensions=8), use_tqdm=False)
+    llm = opened(folder, hf_overrides={"matryoshka_dimensions": [8, 64]})
+    whole, short = embed(llm, texts), embed(llm, texts, pooling_params=PoolingParams(dimensions=8))
+    cut = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose(short, cut, atol=1e-6)
+    with pytest.raises(QuireError, match="dimensions=9 is not one of this model's: 8, 64"):
+        llm.embed(texts, PoolingParams(dimensions=9), use_tqdm=False)
+
+
+def test_token_vectors_are_the_states_of_all_tokens(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    folder, reference = folder_of("qwen3", pooling="lasttoken")
+    llm = opened(folder, max_num_batched_tokens=16, max_num_seqs=4)
+    for output in llm.encode(texts, pooling_task="token_embed", use_tqdm=False):
+        with torch.inference_mode():
+            states = reference(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(states).numpy()
+        np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
+
+
+def test_prompts_of_the_folder_are_put_before_texts(
+    folder_of: FolderOf, opened: Callable[..., LLM]
+) -> None:
+    folder, _ = folder_of("bert", pooling="mean_tokens", is_normalized=False)
+    path = folder / "config_sentence_transformers.json"
+    path.write_text('{"prompts": {"query": "today: ", "none": ""}, "default_prompt_name": "query"}')
+    try:
+        llm = opened(folder)
+        plain = embed(llm, ["today: lovely"], pooling_params=PoolingParams(prompt_name="none"))
+        assert embed(llm, ["lovely"]).tobytes() == plain.tobytes()
+        with pytest.raises(QuireError, match="prompt_name='x' is not one of this model's: query"):
+            llm.embed("a", PoolingParams(prompt_name="x"), use_tqdm=False)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("modules.json", "[]", "a list of 1 to 32"),
+        ("modules.json", '[{"type": "a.Transformer", "path": "../x"}]', "plain folder"),
+        ("modules.json", '[{"type": "a.Transformer", "path": ""}, {"type": "a.CNN", "path": "1"}]',
+         "has a CNN as module 1"),
+        ("1_Pooling/config.json", "{}", "asks for none of the ways to pool"),
+        ("1_Pooling/config.json", '{"pooling_mode": "magic"}', "pooling_mode='magic'"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_not_understood_is_refused(
+    name: str, content: str, complaint: str, folder_of: FolderOf
+) -> None:
+    folder, _ = folder_of("bert", pooling="cls_token", is_normalized=False)
+    kept = (folder / name).read_text()
+    (folder / name).write_text(content)
+    try:
+        with pytest.raises(QuireError, match=complaint):
+            load(folder)
+    finally:
+        (folder / name).write_text(kept)
