@@ -30,8 +30,15 @@ from quire.server.api.openai.data_folder import DataFolder
 from quire.server.api.openai.file_store import FileStore
 from quire.server.api.openai.files import Files
 from quire.server.api.openai.listing import FileListing, Listing
-from quire.server.api.openai.models import EmbeddingRequest, Models
+from quire.server.api.openai.models import Models
 from quire.server.api.openai.responses import InputTokensRequest, ResponseRequest, Responses
+from quire.server.api.pooling.scores import RerankRequest, ScoreRequest, TextScores
+from quire.server.api.pooling.vectors import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    Vectors,
+)
 from quire.server.api.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from quire.server.http.gateway import Gateway
 from quire.server.http.query import NoQuery
@@ -59,7 +66,14 @@ def build_app(
     files = Files(api, store)
     responses = Responses(api)
     runners = {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body}
-    batches = Batches(api, files, {**runners, "/v1/responses": responses.run_body})
+    vectors, scores = Vectors(api), TextScores(api)
+    runners |= {
+        "/v1/responses": responses.run_body,
+        "/v1/embeddings": vectors.run_embed,
+        "/v1/score": scores.run_score,
+        "/v1/rerank": scores.run_rerank,
+    }
+    batches = Batches(api, files, runners)
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -76,6 +90,7 @@ def build_app(
 
     routes = [
         *_generation_routes(api, chat, completions, responses),
+        *_pooling_routes(vectors, scores),
         *_file_routes(files, batches),
         *_operation_routes(api),
     ]
@@ -92,7 +107,6 @@ def _generation_routes(
     return [
         _post("/v1/chat/completions", chat.post, ChatRequest),
         _post("/v1/completions", completions.post, CompletionRequest),
-        _post("/v1/embeddings", models.embed, EmbeddingRequest),
         _get("/v1/models", models.list),
         _get("/v1/models/{model:path}", models.get),
         _post("/v1/responses", responses.post, ResponseRequest),
@@ -105,6 +119,19 @@ def _generation_routes(
         _post("/v1/messages/count_tokens", messages.count_tokens, CountRequest, MessagesQuery),
         _post("/tokenize", tokens.tokenize, TokenizeRequest),
         _post("/detokenize", tokens.detokenize, DetokenizeRequest),
+    ]
+
+
+def _pooling_routes(vectors: Vectors, scores: TextScores) -> list[ApiRoute]:
+    return [
+        _post("/v1/embeddings", vectors.embed, EmbeddingRequest),
+        _post("/pooling", vectors.pool, PoolingRequest),
+        _post("/classify", vectors.classify, ClassifyRequest),
+        *(_post(path, scores.score, ScoreRequest) for path in ("/score", "/v1/score")),
+        *(
+            _post(path, scores.rerank, RerankRequest)
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
     ]
 
 

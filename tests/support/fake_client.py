@@ -19,6 +19,8 @@ from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.streams import Stream
 from quire.engine.loop.inspection import BlockContent, Inspection
+from quire.engine.pooling.requests import PoolingRequests
+from quire.errors import NotAvailableError
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 
@@ -144,6 +146,10 @@ class FakeClient(Client):
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_folder(resolve_model("quire-storyteller"))
         return self._tokenizer
+
+    @property
+    def pooling(self) -> PoolingRequests:
+        raise NotAvailableError("it generates text and makes no vectors")
 
     def digest(self, params: SamplingParams) -> Digest:
         return Digest(params, RequestSpec(sampling=params.to_row_sampling(seed=0)))

@@ -30,8 +30,8 @@ from quire.server.api.anthropic.messages import CountRequest, MessageRequest
 from quire.server.api.openai.batches import BatchRequest
 from quire.server.api.openai.chat import ChatRequest
 from quire.server.api.openai.completions import CompletionRequest
-from quire.server.api.openai.models import EmbeddingRequest
 from quire.server.api.openai.responses import ResponseRequest
+from quire.server.api.pooling.vectors import EmbeddingRequest
 from quire.server.api.tokens import DetokenizeRequest, TokenizeRequest
 
 MODEL = "quire-storyteller"

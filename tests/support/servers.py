@@ -65,10 +65,10 @@ def routes_of(app: Any) -> list[Any]:
 
 
 @contextmanager
-def local_client(**options: Any) -> Iterator[Client]:
-    """The shipped model in this process."""
+def local_client(*, model: str = MODEL, **options: Any) -> Iterator[Client]:
+    """A model in this process, by default the shipped one."""
     config = EngineConfig.from_options(
-        MODEL, {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options}
+        model, {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options}
     )
     prepared = prepare_model(config, is_for_here=False)
     link = EngineThread(build_engine(config, is_streaming=True))

@@ -72,6 +72,8 @@ class GenerationJob:
     num_shown: int = 1
     num_repeated: int = 0
     """See `Piece`."""
+    digest: Digest | None = None
+    """What the parameters come to, where they were read already."""
 
 
 @dataclass(slots=True)
@@ -163,8 +165,9 @@ class Generator:
             job.params.output_kind = (
                 RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
             )
-        params = jobs[0].params
-        digest = await off_loop(params.num_listed, lambda: self.client.digest(params))
+        params, digest = jobs[0].params, jobs[0].digest
+        if digest is None:
+            digest = await off_loop(params.num_listed, lambda: self.client.digest(params))
         ticket = self.admission.admit(
             call.tenant,
             num_sequences=sum(job.params.num_sequences for job in jobs),
@@ -244,7 +247,7 @@ class GenerationRun:
         prepared = client.prepare(
             f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
             ParsedPrompt(job.prompt, job.prompt_token_ids, tenant.cache_salt(job.cache_salt)),
-            digest.of(job.params),
+            (job.digest or digest).of(job.params),
             priority=tenant.priority if job.priority is None else job.priority,
             tenant=tenant.name,
             weight=tenant.weight,

@@ -99,7 +99,7 @@ class PromptEncoder:
         """Return token ids of a raw prompt; `parse_special` reads the names of
         special tokens as the tokens."""
         tokenizer = self.tokenizer
-        self._check_chars(len(text))
+        self.check_chars(len(text))
         return await self.work(
             len(text),
             lambda: tokenizer.encode(
@@ -116,7 +116,7 @@ class PromptEncoder:
             return []
         tokenizer = self.tokenizer
         for text in texts:
-            self._check_chars(len(text))
+            self.check_chars(len(text))
         encoded: list[list[int]] = []
         for group in _groups(texts):
 
@@ -149,7 +149,7 @@ class PromptEncoder:
             num_chars = _num_chars(messages) + len(
                 msgspec.json.encode([options.tools, options.documents])
             )
-            self._check_chars(num_chars)
+            self.check_chars(num_chars)
             return num_chars
 
         def render() -> tuple[str, list[int]]:
@@ -248,7 +248,8 @@ class PromptEncoder:
             )
         return wanted
 
-    def _check_chars(self, num_chars: int) -> None:
+    def check_chars(self, num_chars: int) -> None:
+        """Refuse a text that cannot fit, before it is read."""
         if num_chars > self.max_model_len * _MAX_CHARS_PER_TOKEN:
             raise _too_long(
                 f"the prompt has {num_chars} characters, and the context of this model, "

@@ -159,7 +159,7 @@ def test_88_a_prompt_that_ends_within_a_character_is_not_repeated(
         assert "A cat" not in streamed
 
 
-def test_89_embeddings_are_refused_with_the_reason(client: openai.OpenAI) -> None:
+def test_a_model_that_generates_refuses_embeddings_with_the_reason(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model=MODEL, input="a cat")
     assert (caught.value.code, caught.value.param) == ("model_not_supported", "model")

@@ -264,29 +264,29 @@ class Completions:
         return await self._api.prompts.work(size, lambda: shown(_answer(prepared, outputs, body)))
 
 
-def split_prompts(prompt: PromptField, most: int) -> list[Prompt]:
+def split_prompts(prompt: PromptField, most: int, param: str = "prompt") -> list[Prompt]:
     """Return one entry per prompt. Raises ApiError 400 for what is neither text nor token ids,
     and for more than `most` of them."""
     if isinstance(prompt, str):
-        return [_nonempty(prompt)]
+        return [_nonempty(prompt, param)]
     if not prompt:
-        raise bad_request("prompt: the list is empty", param="prompt", code="empty_array")
+        raise bad_request(f"{param}: the list is empty", param=param, code="empty_array")
     if _are_ids(prompt):
         return [prompt]
     if len(prompt) > most:
         raise bad_request(
-            f"prompt: {len(prompt)} prompts are given; one request may have {most} prompts",
-            param="prompt",
+            f"{param}: {len(prompt)} prompts are given; one request may have {most} prompts",
+            param=param,
         )
     prompts: list[Prompt] = []
     for number, each in enumerate(prompt):
         is_ids = isinstance(each, list) and each and _are_ids(each)
         if not isinstance(each, str) and not is_ids:
-            where = f"prompt[{number}]"
+            where = f"{param}[{number}]"
             raise bad_request(
                 f"{where}: a prompt is a text or a list of token ids, and not empty", param=where
             )
-        prompts.append(_nonempty(each) if isinstance(each, str) else each)
+        prompts.append(_nonempty(each, param) if isinstance(each, str) else each)
     return prompts
 
 
@@ -296,9 +296,9 @@ def _are_ids(values: list[Any]) -> bool:
     return set(map(type, values)) == {int}
 
 
-def _nonempty(prompt: str) -> str:
+def _nonempty(prompt: str, param: str) -> str:
     if not prompt:
-        raise bad_request("prompt: it is empty; give at least one character", param="prompt")
+        raise bad_request(f"{param}: it is empty; give at least one character", param=param)
     return prompt
 
 

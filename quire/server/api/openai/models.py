@@ -1,30 +1,15 @@
-"""GET /v1/models, and POST /v1/embeddings for models that can embed,
-of which this server has none yet."""
+"""GET /v1/models."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.http.body import read_json
 from quire.server.http.call import call_of
-from quire.server.http.errors import bad_request
 from quire.server.http.responses import json_response
 from quire.server.state import Api
-
-
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """The body of an embedding request."""
-
-    input: str | list[Any]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
-    user: Any = None
 
 
 class Models:
@@ -42,17 +27,6 @@ class Models:
         """One of them."""
         name = self._api.check_model(request.path_params["model"])
         return json_response(call_of(request), self._entry(name))
-
-    async def embed(self, request: Request) -> Response:
-        """Refuse, and say why: every model here generates."""
-        body = await read_json(request, EmbeddingRequest, is_strict=self._api.config.strict_fields)
-        name = self._api.check_model(body.model)
-        raise bad_request(
-            f"the model {name!r} generates text and does not embed it; use "
-            "/v1/chat/completions or /v1/completions",
-            param="model",
-            code="model_not_supported",
-        )
 
     def _entry(self, name: str) -> dict[str, Any]:
         return {

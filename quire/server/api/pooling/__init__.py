@@ -1,0 +1,1 @@
+"""Endpoints of models that make vectors, classes and scores of texts."""

@@ -1,0 +1,193 @@
+"""From a body's texts to vectors: encoded beside the event loop, computed through the generator,
+with all its limits.
+
+What every pooling endpoint shares. Vectors stay bytes until an answer is written.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.types import Receive
+
+from quire.core.pooling import MAX_DIMENSIONS, PoolingParams, PoolingTask
+from quire.engine.front.digest import Digest
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.pooling.requests import PoolingRequests
+from quire.errors import NotAvailableError
+from quire.server.api.generation import GenerationJob, Usage
+from quire.server.api.openai.completions import Prompt, PromptField, split_prompts
+from quire.server.http.call import Call
+from quire.server.http.errors import bad_request
+from quire.server.state import Api
+
+_T = TypeVar("_T")
+_GROUP_CHARS = 64 << 10
+"""Of texts that are encoded together: some 30 ms."""
+
+
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """What the bodies of all pooling endpoints may have."""
+
+    model: str | None = None
+    user: Any = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    """Keep so many tokens of each text, -1 as many as the model takes."""
+    request_id: Annotated[str, Meta(max_length=128, pattern="^[A-Za-z0-9._:-]+$")] | None = None
+
+
+class VectorFields(PoolingFields, kw_only=True):
+    """The same of those that are given inputs."""
+
+    input: PromptField
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)] | None = None
+    use_activation: bool | None = None
+    prompt_name: Annotated[str, Meta(max_length=128)] | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What every answer has."""
+
+    model: str
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def envelope(self) -> dict[str, Any]:
+        """The first fields."""
+        return {"id": self.id, "object": "list", "created": self.created, "model": self.model}
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage` of an answer without tokens."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "total_tokens": usage.num_prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def floats_of(output: RequestOutput) -> list[float]:
+    """Return the numbers of an output."""
+    data = output.pooled or b""
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+class PoolingRuns:
+    """Runs pooling requests of one server."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    @property
+    def requests(self) -> PoolingRequests:
+        """What the model makes of texts. ApiError 400 where that is nothing."""
+        with refusals():
+            requests = self._api.client.pooling
+            assert requests.spec is not None
+            return requests
+
+    def answer(self, body: PoolingFields, prefix: str) -> Answer:
+        """The frame of an answer. Raises ApiError 404 for another model."""
+        name = self._api.check_model(body.model)
+        return Answer(name, f"{prefix}-{body.request_id or token_hex(12)}")
+
+    def split(self, given: PromptField, param: str) -> list[Prompt]:
+        """The inputs of a body."""
+        return split_prompts(given, self._api.config.max_prompts, param)
+
+    async def vectors(
+        self, call: Call, body: VectorFields, task: PoolingTask, receive: Receive | None
+    ) -> tuple[list[RequestOutput], Usage]:
+        """What the model makes of each input."""
+        requests, inputs = self.requests, self.split(body.input, "input")
+        params = PoolingParams(
+            dimensions=body.dimensions,
+            use_activation=body.use_activation,
+            truncate_prompt_tokens=body.truncate_prompt_tokens or None,
+            prompt_name=body.prompt_name,
+        )
+        with refusals():
+            before = requests.prompt_of(body.prompt_name) if "embed" in task else ""
+            num_skipped = requests.texts.num_prompt_tokens(before) if before else 0
+            digest = requests.digest(params, task)
+            skipping = requests.digest(params, task, num_skipped) if num_skipped else digest
+        keep = params.truncate_prompt_tokens
+        written = [each for each in inputs if isinstance(each, str)]
+        encoded = await self.encode(
+            written, lambda text: requests.texts.encode(text, keep, before), len
+        )
+        made = iter(encoded)
+        listed = [
+            (next(made), skipping) if isinstance(each, str) else (requests.cut(each, keep), digest)
+            for each in inputs
+        ]
+        return await self.run(call, body, listed, receive)
+
+    async def run(
+        self,
+        call: Call,
+        body: PoolingFields,
+        prompts: Sequence[tuple[list[int], Digest]],
+        receive: Receive | None,
+    ) -> tuple[list[RequestOutput], Usage]:
+        """Compute prompts, each as its digest says; outputs in order."""
+        for token_ids, _ in prompts:
+            self._api.prompts.check_ids(token_ids[: self._api.prompts.max_model_len + 1], "input")
+        jobs = [
+            GenerationJob(token_ids, digest.params, priority=body.priority, digest=digest)
+            for token_ids, digest in prompts
+        ]
+        return await self._api.generator.answer(call, jobs, receive)
+
+    async def encode(
+        self,
+        items: Sequence[_T],
+        encode: Callable[[_T], list[int]],
+        num_chars: Callable[[_T], int],
+    ) -> list[list[int]]:
+        """Token ids of texts, a group after the other, so that others have their turn."""
+        found: list[list[int]] = []
+        for group in _groups(items, num_chars):
+            for each in group:
+                self._api.prompts.check_chars(num_chars(each))
+
+            def work(group: Sequence[_T] = group) -> list[list[int]]:
+                return [encode(each) for each in group]
+
+            found += await self._api.prompts.work(sum(map(num_chars, group)), work)
+        return found
+
+    async def written(self, num_numbers: int, write: Callable[[], Any]) -> Any:
+        """An answer of so many numbers, made beside the event loop where they are many."""
+        return await self._api.prompts.work(16 * num_numbers, write)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Answer 400 for what this model does not do."""
+    try:
+        yield
+    except NotAvailableError as error:
+        raise bad_request(str(error), param="model", code="model_not_supported") from None
+
+
+def _groups(items: Sequence[_T], num_chars: Callable[[_T], int]) -> Iterator[Sequence[_T]]:
+    """Texts one after the other, as many together as make a moment's work."""
+    first = total = 0
+    for place, each in enumerate(items):
+        total += num_chars(each)
+        if total >= _GROUP_CHARS:
+            yield items[first : place + 1]
+            first, total = place + 1, 0
+    if first < len(items):
+        yield items[first:]

@@ -1,0 +1,220 @@
+"""POST /score and /rerank: how well texts go together, by a cross-encoder or by the cosine of
+vectors.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.core.pooling import PoolingParams
+from quire.server.api.generation import Usage
+from quire.server.api.pooling.runs import PoolingFields, PoolingRuns, floats_of, refusals, usage_of
+from quire.server.http.body import read_bytes, read_json
+from quire.server.http.call import Call, call_of
+from quire.server.http.errors import bad_request
+from quire.server.http.responses import json_response
+from quire.server.state import Api
+
+Texts = str | list[str]
+
+
+class Document(msgspec.Struct, forbid_unknown_fields=True):
+    """A document as an object."""
+
+    text: str
+
+
+class PairFields(PoolingFields, kw_only=True):
+    """What /score and /rerank have in common."""
+
+    instruction: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    """For models whose template has room for one."""
+    use_activation: bool | None = None
+
+
+class ScoreRequest(PairFields, kw_only=True):
+    """The body of /score: one text and several, or as many; each has three names."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class RerankRequest(PairFields, kw_only=True):
+    """The body of /rerank, as Jina's and Cohere's clients send it."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    """The best so many; 0 and null are all."""
+    return_documents: bool = True
+    instruct: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    """Another name of `instruction`."""
+
+
+class TextScores:
+    """The endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._runs = PoolingRuns(api)
+
+    async def score(self, request: Request) -> Response:
+        """How well texts go together, one with each of several, or pair by pair."""
+        body = await read_json(request, ScoreRequest, is_strict=self._api.config.strict_fields)
+        call = call_of(request)
+        return json_response(call, await self._score(call, body, request.receive))
+
+    async def run_score(self, call: Call, body: bytes) -> dict[str, Any]:
+        """The answer to a batch's line."""
+        decoded, _ = await read_bytes(call, body, ScoreRequest)
+        return await self._score(call, decoded, None)
+
+    async def rerank(self, request: Request) -> Response:
+        """Documents in the order of how well they go with a query."""
+        body = await read_json(request, RerankRequest, is_strict=self._api.config.strict_fields)
+        call = call_of(request)
+        return json_response(call, await self._rerank(call, body, request.receive))
+
+    async def run_rerank(self, call: Call, body: bytes) -> dict[str, Any]:
+        """The answer to a batch's line."""
+        decoded, _ = await read_bytes(call, body, RerankRequest)
+        return await self._rerank(call, decoded, None)
+
+    async def _score(
+        self, call: Call, body: ScoreRequest, receive: Receive | None
+    ) -> dict[str, Any]:
+        answer = self._runs.answer(body, "score")
+        pairs = _pairs(body)
+        self._check_count(len(pairs), "text_2")
+        scores, usage = await self._scores(call, body, pairs, receive)
+        data = [
+            {"index": number, "object": "score", "score": score}
+            for number, score in enumerate(scores)
+        ]
+        return {**answer.envelope(), "data": data, "usage": usage_of(usage)}
+
+    async def _rerank(
+        self, call: Call, body: RerankRequest, receive: Receive | None
+    ) -> dict[str, Any]:
+        answer = self._runs.answer(body, "rerank")
+        if not body.documents:
+            raise bad_request("documents: the list is empty", param="documents", code="empty_array")
+        self._check_count(len(body.documents), "documents")
+        body.instruction = body.instruction or body.instruct
+        documents = [each if isinstance(each, str) else each.text for each in body.documents]
+        pairs = [(body.query, each) for each in documents]
+        scores, usage = await self._scores(call, body, pairs, receive)
+        order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
+        results = []
+        for number in order[: body.top_n or None]:
+            entry: dict[str, Any] = {"index": number, "relevance_score": scores[number]}
+            if body.return_documents:
+                entry["document"] = {"text": documents[number]}
+            results.append(entry)
+        return {
+            "id": answer.id, "model": answer.model, "usage": usage_of(usage), "results": results,
+        }  # fmt: skip
+
+    def _check_count(self, count: int, param: str) -> None:
+        most = self._api.config.max_prompts
+        if count > most:
+            raise bad_request(
+                f"{param}: {count} texts are given; one request may have {most}", param=param
+            )
+
+    async def _scores(
+        self,
+        call: Call,
+        body: PairFields,
+        pairs: Sequence[tuple[str, str]],
+        receive: Receive | None,
+    ) -> tuple[list[float], Usage]:
+        requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
+        params = PoolingParams(truncate_prompt_tokens=keep, use_activation=body.use_activation)
+        if requests.spec.task == "embed":
+            return await self._cosines(call, body, pairs, receive)
+        if requests.num_outputs != 1:
+            raise bad_request(
+                f"this model has {requests.num_outputs} classes, and a score is one number; use "
+                "/classify",
+                param="model", code="model_not_supported",
+            )  # fmt: skip
+        with refusals():
+            digest, texts = requests.digest(params, "score"), requests.texts
+        encoded = await self._runs.encode(
+            pairs,
+            lambda pair: texts.join(*pair, keep, body.instruction),
+            lambda pair: len(pair[0]) + len(pair[1]),
+        )
+        prompts = [(token_ids, digest) for token_ids in encoded]
+        outputs, usage = await self._runs.run(call, body, prompts, receive)
+        return [floats_of(each)[0] for each in outputs], usage
+
+    async def _cosines(
+        self,
+        call: Call,
+        body: PairFields,
+        pairs: Sequence[tuple[str, str]],
+        receive: Receive | None,
+    ) -> tuple[list[float], Usage]:
+        requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
+        distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+        digest = requests.digest(PoolingParams(truncate_prompt_tokens=keep), "embed")
+        before = requests.prompt_of(None)
+        encoded = await self._runs.encode(
+            distinct, lambda text: requests.texts.encode(text, keep, before), len
+        )
+        outputs, usage = await self._runs.run(
+            call, body, [(each, digest) for each in encoded], receive
+        )
+        vectors = {text: floats_of(output) for text, output in zip(distinct, outputs, strict=True)}
+        return [_cosine(vectors[a], vectors[b]) for a, b in pairs], usage
+
+
+def _cosine(a: list[float], b: list[float]) -> float:
+    lengths = math.sqrt(_dot(a, a)) * math.sqrt(_dot(b, b))
+    return _dot(a, b) / lengths if lengths else 0.0
+
+
+def _dot(a: list[float], b: list[float]) -> float:
+    return math.fsum(map(operator.mul, a, b))
+
+
+def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
+    """The pairs of texts that a body names."""
+    firsts = {"text_1": body.text_1, "data_1": body.data_1, "queries": body.queries}
+    seconds = {"text_2": body.text_2, "data_2": body.data_2, "documents": body.documents}
+    first, second = _only(firsts), _only(seconds)
+    first = first * len(second) if len(first) == 1 else first
+    if len(first) != len(second):
+        raise bad_request(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one and several, or as "
+            "many",
+            param="text_2",
+        )
+    return list(zip(first, second, strict=True))
+
+
+def _only(given: dict[str, Texts | None]) -> list[str]:
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        names = " or ".join(given)
+        raise bad_request(f"give {names}, and only one of them", param=next(iter(given)))
+    [(name, value)] = named.items()
+    listed = [value] if isinstance(value, str) else value
+    if not listed:
+        raise bad_request(f"{name}: the list is empty", param=name, code="empty_array")
+    return listed

@@ -1,0 +1,194 @@
+"""The endpoints of pooling models, with OpenAI's client and by hand: the vectors are those of `LLM`."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from folders import TEXTS, make_folder
+from servers import RunningServer, serve_model
+
+from quire import LLM, PoolingParams
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "8MiB"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An embedder (Matryoshka), a cross-encoder, and a classifier with names for its classes."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("embedder", "reranker", "classifier")}
+    make_folder(made["embedder"], "bert", pooling="mean_tokens")
+    config = made["embedder"] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_matryoshka": True}))
+    auto = "AutoModelForSequenceClassification"
+    make_folder(made["reranker"], "bert", auto=auto, num_labels=1)
+    names = {0: "bad", 1: "fair", 2: "good"}
+    make_folder(made["classifier"], "qwen3", auto=auto, id2label=names, label2id={})
+    return made
+
+
+def _served(folder: Path) -> Iterator[RunningServer]:
+    with serve_model(model=str(folder), **OPTIONS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def embedder(folders: dict[str, Path]) -> Iterator[RunningServer]:
+    yield from _served(folders["embedder"])
+
+
+@pytest.fixture(scope="module")
+def reranker(folders: dict[str, Path]) -> Iterator[RunningServer]:
+    yield from _served(folders["reranker"])
+
+
+@pytest.fixture(scope="module")
+def classifier(folders: dict[str, Path]) -> Iterator[RunningServer]:
+    yield from _served(folders["classifier"])
+
+
+@pytest.fixture(scope="module")
+def vectors(folders: dict[str, Path]) -> Callable[..., Any]:
+    """What `LLM` makes of the texts."""
+
+    def vectors(**params: Any) -> Any:
+        with closing(LLM(str(folders["embedder"]), **OPTIONS)) as llm:
+            return llm.embed(TEXTS, PoolingParams(**params), use_tqdm=False)
+
+    return vectors
+
+
+def post(server: RunningServer, path: str, status: int = 200, **body: Any) -> Any:
+    answer = httpx.post(f"{server.url}{path}", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_openais_client_gets_the_vectors_of_all_four_forms_of_input(
+    embedder: RunningServer, vectors: Callable[..., Any]
+) -> None:
+    wanted = vectors()
+    ids = [output.prompt_token_ids for output in wanted]
+    with openai.OpenAI(base_url=embedder.v1, api_key="unused", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        for given, expected in (
+            (TEXTS, wanted), (TEXTS[0], wanted[:1]), (ids, wanted), (ids[0], wanted[:1]),
+        ):  # fmt: skip
+            made = client.embeddings.create(model=model, input=given)
+            assert [each.index for each in made.data] == list(range(len(expected)))
+            for found, output in zip(made.data, expected, strict=True):
+                assert (
+                    np.array(found.embedding, np.float32).tobytes() == output.outputs.data.tobytes()
+                )
+            count = sum(len(output.prompt_token_ids) for output in expected)
+            assert made.usage.prompt_tokens == made.usage.total_tokens == count
+
+
+def test_floats_and_base64_are_the_same_numbers(embedder: RunningServer) -> None:
+    plain = post(embedder, "/v1/embeddings", input=TEXTS)
+    coded = post(embedder, "/v1/embeddings", input=TEXTS, encoding_format="base64")
+    for a, b in zip(plain["data"], coded["data"], strict=True):
+        assert np.array(a["embedding"], "<f4").tobytes() == base64.b64decode(b["embedding"])
+
+
+def test_dimensions_cut_the_vectors_of_a_matryoshka_model(
+    embedder: RunningServer, vectors: Callable[..., Any]
+) -> None:
+    made = post(embedder, "/v1/embeddings", input=TEXTS, dimensions=8)
+    wanted = [output.outputs.embedding for output in vectors(dimensions=8)]
+    assert [each["embedding"] for each in made["data"]] == wanted
+    error = post(embedder, "/v1/embeddings", 400, input=TEXTS, dimensions=65)["error"]
+    assert error["param"] == "dimensions" and "1 to 64" in error["message"]
+
+
+def test_pooling_gives_vectors_of_texts_or_of_tokens(embedder: RunningServer) -> None:
+    whole = post(embedder, "/pooling", input=TEXTS)
+    plain = post(embedder, "/v1/embeddings", input=TEXTS)
+    assert [e["data"] for e in whole["data"]] == [e["embedding"] for e in plain["data"]]
+    tokens = post(embedder, "/pooling", input=TEXTS[0], task="token_embed")
+    assert np.array(tokens["data"][0]["data"]).shape == (tokens["usage"]["prompt_tokens"], 64)
+
+
+def test_rerank_puts_documents_in_the_order_of_their_scores(
+    reranker: RunningServer, folders: dict[str, Path]
+) -> None:
+    with closing(LLM(str(folders["reranker"]), **OPTIONS)) as llm:
+        wanted = [each.outputs.score for each in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+    order = sorted(range(len(TEXTS)), key=lambda n: -wanted[n])
+    for path in ("/score", "/v1/score"):
+        made = post(reranker, path, text_1=TEXTS[0], text_2=TEXTS)
+        assert [each["score"] for each in made["data"]] == wanted
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        documents = [TEXTS[0], *({"text": text} for text in TEXTS[1:])]
+        made = post(reranker, path, query=TEXTS[0], documents=documents, top_n=3)
+        assert [each["index"] for each in made["results"]] == order[:3]
+        assert [each["relevance_score"] for each in made["results"]] == [
+            wanted[n] for n in order[:3]
+        ]
+        assert made["results"][0]["document"]["text"] == TEXTS[order[0]]
+    assert (
+        "document"
+        not in post(reranker, "/rerank", query="a", documents=["b"], return_documents=False)[
+            "results"
+        ][0]
+    )
+
+
+def test_an_embedder_scores_by_cosines(
+    embedder: RunningServer, vectors: Callable[..., Any]
+) -> None:
+    found = [output.outputs.data for output in vectors()]
+    made = post(embedder, "/score", text_1=TEXTS[0], text_2=TEXTS)
+    wanted = [float(found[0] @ each) for each in found]
+    np.testing.assert_allclose([each["score"] for each in made["data"]], wanted, atol=1e-6)
+
+
+def test_classes_have_their_names(classifier: RunningServer, folders: dict[str, Path]) -> None:
+    with closing(LLM(str(folders["classifier"]), **OPTIONS)) as llm:
+        wanted = [each.outputs.probs for each in llm.classify(TEXTS, use_tqdm=False)]
+    made = post(classifier, "/classify", input=TEXTS)
+    assert [each["probs"] for each in made["data"]] == wanted
+    assert [e["label"] for e in made["data"]] == [
+        ("bad", "fair", "good")[int(np.argmax(probs))] for probs in wanted
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "complaint"),
+    [
+        ("/v1/embeddings", {"input": []}, "input", "the list is empty"),
+        ("/v1/embeddings", {"input": [1, "a"]}, "input[0]", "a text or a list of token ids"),
+        ("/v1/embeddings", {"input": [999]}, "input", "token id 999 is not in"),
+        ("/v1/embeddings", {"input": "lovely " * 999}, "prompt", "the model takes 256"),
+        ("/classify", {"input": "a"}, "model", "this model makes vectors"),
+        ("/rerank", {"query": "a", "documents": []}, "documents", "the list is empty"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_2", "text_1 has 2 texts"),
+        ("/score", {"text_1": "a"}, "text_2", "give text_2 or data_2 or documents"),
+        ("/pooling", {"input": "a", "task": "embed", "truncate_prompt_tokens": 900},
+         "truncate_prompt_tokens", "beyond the 256"),
+        ("/v1/completions", {"prompt": "a"}, "model", "makes vectors or classes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_what_to_do(
+    path: str, body: dict[str, Any], param: str, complaint: str, embedder: RunningServer
+) -> None:
+    error = post(embedder, path, 400, **body)["error"]
+    assert error["param"] == param and complaint in error["message"]
+
+
+def test_a_model_that_generates_says_that_it_makes_no_vectors(server: RunningServer) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        error = post(server, path, 400, **body)["error"]
+        assert error["code"] == "model_not_supported"
+        assert "runner='pooling'" in error["message"]
