@@ -41,6 +41,8 @@ COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI's API"),
     "generate": Command("quire.cli.generate", "complete prompts, streaming to the terminal"),
     "chat": Command("quire.cli.chat", "talk to a model in the terminal"),
+    "embed": Command("quire.cli.embed", "vectors of texts, as JSON lines or a NumPy array"),
+    "rerank": Command("quire.cli.rerank", "documents in the order of how they answer a query"),
     "plan": Command("quire.cli.plan", "what memory and limits the engine would choose, and why"),
     "quantize": Command("quire.cli.quantize", "write a model's weights as 8 or 4 bit integers"),
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),

@@ -1,0 +1,61 @@
+"""`quire rerank`: the lines of text files in the order of how well they answer a query."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import closing
+
+from quire.cli.embed import engine_options
+from quire.cli.options import add_engine_options
+from quire.cli.output_file import open_output
+from quire.cli.text_lines import add_file_arguments, read_lines
+
+EXAMPLES = """\
+examples:
+  quire rerank BAAI/bge-reranker-v2-m3 -q "What do foxes eat?" documents.txt --top-n 5
+  quire rerank quire-storyteller --runner pooling -q "a fox" stories.txt
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command."""
+    parser.epilog = EXAMPLES
+    add_engine_options(parser, exclude=("skip_tokenizer_init",))
+    add_file_arguments(parser, "document")
+    parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="what is asked")
+    parser.add_argument("--top-n", type=int, metavar="N", help="the best N alone")
+    parser.add_argument(
+        "--instruction", metavar="TEXT", help="for models whose template has room for one"
+    )
+    parser.add_argument(
+        "--truncate-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="keep N tokens of query and document, -1 as many as the model takes",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", metavar="FILE", help="write to a file")
+    group.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.usage = "quire rerank [OPTIONS] MODEL -q TEXT [FILE ...]"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command: one JSON object for each document, the best first."""
+    from quire.llm import LLM
+
+    documents = list(read_lines(args.files))
+    with closing(LLM(args.model, **engine_options(args))) as llm, open_output(args.output) as file:
+        outputs = llm.score(
+            args.query,
+            documents,
+            use_tqdm=not args.no_progress,
+            truncate_prompt_tokens=args.truncate_prompt_tokens,
+            instruction=args.instruction,
+        )
+        scores = [output.outputs.score for output in outputs]
+        order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
+        for number in order[: args.top_n]:
+            record = {"index": number, "score": scores[number], "text": documents[number]}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return 0

@@ -1,0 +1,63 @@
+"""`quire embed` and `quire rerank`: lines of text in, JSON lines or an array out."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folders import TEXTS, make_folder
+
+from quire import LLM
+from quire.cli.main import main
+
+OPTIONS = ["--dtype", "float32", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--no-progress"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("embedder")
+    make_folder(made, "bert", pooling="mean_tokens")
+    return made
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> str:
+    """A file with the texts, and an empty line."""
+    path = tmp_path / "texts.txt"
+    path.write_text("\n\n".join(text.strip() for text in TEXTS))
+    return str(path)
+
+
+def test_vectors_come_as_json_lines_or_as_one_array(
+    folder: Path, lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(LLM(str(folder), dtype="float32", kv_cache_memory="8MiB")) as llm:
+        outputs = llm.embed([text.strip() for text in TEXTS], use_tqdm=False)
+    wanted = np.stack([output.outputs.data for output in outputs])
+    assert main(["embed", str(folder), lines, *OPTIONS]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["text"] for record in records] == [text.strip() for text in TEXTS]
+    assert [record["embedding"] for record in records] == wanted.tolist()
+    output = tmp_path / "vectors.npy"
+    assert main(["embed", str(folder), lines, "--output", str(output), *OPTIONS]) == 0
+    with output.open("rb") as file:
+        made = np.lib.format.read_array(file, allow_pickle=False)
+    assert made.dtype == np.float32 and made.tobytes() == wanted.tobytes()
+
+
+def test_documents_come_the_best_first(
+    folder: Path, lines: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    query = TEXTS[1]
+    assert main(["rerank", str(folder), lines, "-q", query, "--top-n", "2", *OPTIONS]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert records[0]["index"] == 1
+    assert len(records) == 2 and records[0]["score"] > records[1]["score"]
+
+
+def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", str(folder), "/nowhere.txt", *OPTIONS]) == 2
+    assert "/nowhere.txt cannot be read" in capsys.readouterr().err
