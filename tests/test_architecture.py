@@ -168,7 +168,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 6_400, "csrc": 10_400, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_600,
-    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_500, "quire/engine": 9_600,
+    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_600, "quire/engine": 9_600,
     "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 7_900, "quire/models": 2_500,
     "quire/nn": 600, "quire/observe": 200, "quire/program": 500, "quire/quant": 1_900,
     "quire/sampling": 1_300, "quire/server": 13_100, "quire/sim": 1_200, "quire/text": 4_100,
