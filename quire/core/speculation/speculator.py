@@ -33,17 +33,26 @@ _LOOK_S = 0.002
 """Of a step, for each row: in longer ones a call of the drafter (10 us) does not matter."""
 _MAX_NAPS = 4
 """The drafter is called in every sixteenth step for a sequence whose drafts do not pay."""
+_LEAST_SPEEDUP = 1.05
+"""Less is not worth the risk that the estimates are wrong."""
+_NEVER = 1 << 62
+_FIRST_GAIN, _LEAST_GAIN, _SCOUT_EVERY = 0.2, 0.05, 8
 _LEARNING_RATE, _FORGETTING_RATE = 1 / 8, 1 / 128
 
 
 class _Trail:
     """A sequence's last draft, to be compared with what came."""
 
-    __slots__ = ("acceptance", "draft", "num_known", "num_naps", "wakes")
+    __slots__ = (
+        "acceptance", "draft", "num_accepted", "num_drafted", "num_known", "num_naps", "wakes",
+    )  # fmt: skip
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.acceptance = acceptance
         self.draft = NO_DRAFT
+        self.num_drafted = 0
+        """Tokens of it that are verified."""
+        self.num_accepted = 0
         self.num_known = 0
         """Tokens known when it was made."""
         self.wakes = 0
@@ -57,10 +66,11 @@ class _Trail:
         came = token_ids[self.num_known : self.num_known + len(tokens)]
         for place, token_id in enumerate(came):
             is_right = tokens[place] == token_id
+            self.num_accepted += is_right and place < self.num_drafted
             self.acceptance.count(strength + place, is_right)
             if not is_right:
                 break
-        self.draft = NO_DRAFT
+        self.draft, self.num_drafted = NO_DRAFT, 0
 
     def rest(self, step_id: int) -> None:
         """Nothing was worth its time now."""
@@ -96,12 +106,12 @@ class _Budget:
     def pays(self) -> bool:
         """Whether those taken pay together, with what any draft costs a step."""
         rate = self._num_tokens / (self._seconds + self._run_s)
-        return rate * self._plain_s > self._num_plain
+        return rate * self._plain_s > _LEAST_SPEEDUP * self._num_plain
 
     def take(self, chance: float, position: int) -> bool:
         """Add a token at a position that counts with this chance, if that pays."""
         cost_s = self._units.token_s + self._units.output_s + self._units.pair_s * position
-        if chance * self._seconds <= cost_s * self._num_tokens:
+        if chance * self._seconds <= _LEAST_SPEEDUP * cost_s * self._num_tokens:
             return False
         self._seconds += cost_s
         self._num_tokens += chance
@@ -126,6 +136,8 @@ class Speculator:
         self._acceptance = Acceptance()
         self._trails: dict[Sequence, _Trail] = {}
         self._overhead = _Overhead()
+        self._gain, self._num_begun = _FIRST_GAIN, 0
+        """Accepted tokens for each output token, of sequences that ended; and how many began."""
         self._has_told = False
         self._wakes = 0
         """Before this step, no sequence is looked at, unless a new one comes."""
@@ -150,6 +162,7 @@ class Speculator:
         for place, tokens in chosen:
             count = min(len(tokens), step.room(step.sequences[place]))
             if count > 0:
+                self._trails[step.sequences[place]].num_drafted = count
                 step.extend(place, (Verify(tuple(tokens[:count])),), count)
                 num_extended += 1
         self.needs_tokens |= num_extended > 0
@@ -165,6 +178,9 @@ class Speculator:
         if trail is not None:
             trail.learn(sequence.token_ids)
             self._drafter.end(sequence)
+            if trail.wakes < _NEVER:
+                share = trail.num_accepted / max(1, sequence.num_output_tokens)
+                self._gain += _LEARNING_RATE * (share - self._gain)
 
     def _choose(self, step: OpenStep, budget: _Budget | None) -> Iterator[tuple[int, list[int]]]:
         """The draft tokens that are worth their time, and the place of their work."""
@@ -175,7 +191,7 @@ class Speculator:
                 continue
             trail = self._trails.get(sequence)
             if trail is None:
-                trail = self._trails[sequence] = _Trail(Acceptance(self._acceptance))
+                trail = self._trails[sequence] = self._begin(budget)
             if step.step_id < trail.wakes:
                 wakes = min(wakes, trail.wakes)
                 continue
@@ -199,6 +215,17 @@ class Speculator:
             else:  # its last token is not known before the step in flight is
                 self.needs_tokens |= count > 1
         self._wakes = wakes
+
+    def _begin(self, budget: _Budget | None) -> _Trail:
+        """Follow a sequence, or let it go: where steps are so short that reading its tokens takes a
+        share of them, and drafts have saved next to nothing lately, only one of several is
+        followed."""
+        trail = _Trail(Acceptance(self._acceptance))
+        self._num_begun += 1
+        is_vain = self._gain < _LEAST_GAIN and self._num_begun % _SCOUT_EVERY != 0
+        if is_vain and budget is not None and budget.is_short:
+            trail.wakes = _NEVER
+        return trail
 
     def _note_beams(self, sequence: Sequence) -> None:
         if sequence.request.beam is not None and not self._has_told:

@@ -106,7 +106,9 @@ def test_waiting_for_a_block_that_nobody_computes_is_found(harness: Harness) -> 
     run.scheduler.schedule(0.0)
     audit(run.scheduler)
     run.scheduler.admission.turns._owners.clear()
-    with pytest.raises(AssertionError, match=r"\['parked'\] wait for a block that no sequence computes"):
+    with pytest.raises(
+        AssertionError, match=r"\['parked'\] wait for a block that no sequence computes"
+    ):
         audit(run.scheduler)
 
 

@@ -85,6 +85,21 @@ def test_nobody_is_asked_where_a_step_is_bound_by_arithmetic() -> None:
     assert not any(map(sum, sizes))
 
 
+def test_few_sequences_are_followed_where_steps_are_short_and_guesses_vain() -> None:
+    short = UnitCosts(2e-4, 2e-5, 1e-5, 1e-5, 1e-9, 1e-9)
+    drafter = Fixed(8)
+    speculator = Speculator(drafter, 8, costs=StepCostModel(short))
+    num_asked = []
+    for _ in range(48):
+        before = drafter.num_asked
+        _run(speculator, lambda position: 7, max_tokens=12)
+        num_asked.append(drafter.num_asked - before)
+    assert num_asked[0] > 0 and sum(map(bool, num_asked[16:])) == 4, "one in eight"
+    scouted = Speculator(Fixed(7), 8, costs=StepCostModel(short))
+    for _ in range(20):
+        assert len(_run(scouted, lambda position: 7, max_tokens=12)) < 10, "it saves steps"
+
+
 def test_a_guess_ends_where_the_answer_has_to() -> None:
     """The last token is sampled and never computed: so many guesses are of no use."""
     sizes = _run(Speculator(Fixed(7), 8), lambda position: 7, max_tokens=6)

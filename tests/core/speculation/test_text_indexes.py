@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
 
 import pytest
 
@@ -97,5 +96,5 @@ def test_an_automaton_grows_in_linear_time(kind: str) -> None:
             index.append(token_id)
         return time.thread_time() - began
 
-    times = [min(seconds(length) for _ in range(3)) for length in (10_000, 20_000, 40_000)]
-    assert all(after < 3 * before for before, after in pairwise(times)), times
+    times = [min(seconds(length) for _ in range(3)) for length in (10_000, 40_000)]
+    assert times[-1] < 12 * times[0], f"quadratic time would be sixteen times as much: {times}"
