@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from quire.cli import remote_chat
-from quire.cli.conversation import AnswerError, Conversation, Reply
+from quire.cli.conversation import AnswerError, ChatSession, Reply
 from quire.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.url is not None:
         _refuse_engine_options(args)
-        Conversation(remote_chat.RemoteModel(args), start, is_verbose=args.verbose).hold()
+        ChatSession(remote_chat.RemoteModel(args), start, is_verbose=args.verbose).hold()
         return 0
     if args.model is None:
         raise UsageError("give a MODEL to load, or --url of a server")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     check(prepared, [PromptJob(encode([*start, {"role": "user", "content": "Hello"}]), params)])
     engine = load(prepared)
     try:
-        Conversation(LocalModel(engine, encode, params), start, is_verbose=args.verbose).hold()
+        ChatSession(LocalModel(engine, encode, params), start, is_verbose=args.verbose).hold()
     finally:
         engine.close()
     return 0

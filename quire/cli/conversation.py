@@ -51,7 +51,7 @@ class Model(Protocol):
         ...
 
 
-class Conversation:
+class ChatSession:
     """Messages so far, and the loop that adds to them."""
 
     def __init__(self, model: Model, start: Sequence[Message], *, is_verbose: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.client import Client
 from quire.engine.front.think_tags import tokens_of_tags
 from quire.server.api.answer_format import AnswerFormat, ReasoningTags, is_json
+from quire.server.api.conversation import ChatPrompt, Conversation
 from quire.server.api.generation import Generator, Tracer
 from quire.server.api.prompt_encoder import PromptEncoder, read_template
-from quire.server.api.tools import ToolUse
+from quire.server.api.structure import Asked, asks_for_json, settle
+from quire.server.api.tools import Demand, Function, ToolUse, settle_tools
 from quire.server.http.errors import ApiError, unavailable_feature
 from quire.server.ops.metrics import Metrics
 from quire.server.quota.admission import AdmissionControl
@@ -101,6 +104,27 @@ class Api:
         return AnswerFormat(
             tags, tags is not None and is_thinking(tags.form, prompt, continued), tools
         )
+
+    async def tools(
+        self, offered: tuple[Sequence[Function], Demand], asked: Sequence[Asked]
+    ) -> ToolUse | None:
+        """Settle which of the offered tools may be called, beside the requested form of text answers.
+        Raises ApiError 400."""
+        functions, demand = offered
+        has_form = asks_for_json(asked)
+        return await settle_tools(functions, demand, self.tool_notation, has_form=has_form)
+
+    async def prompt(
+        self, conversation: Conversation, encoded: tuple[str, list[int]] | None = None
+    ) -> ChatPrompt:
+        """Render and encode a conversation, unless it has been, and settle the format of its
+        answers. Raises ApiError 400."""
+        text, token_ids = encoded or await self.prompts.encode_chat(conversation)
+        form = await settle(conversation.asked)
+        answer_format = self.answer_format(
+            conversation.tools, form, text, conversation.continued_text
+        )
+        return ChatPrompt(text, token_ids, answer_format, form)
 
     async def thinking(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -20,6 +19,7 @@ import msgspec
 
 from quire.engine.front.client import ModelInfo
 from quire.errors import ConfigError
+from quire.server.api.conversation import Conversation
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.http.off_loop import SMALL, off_loop
 from quire.text.chat import ChatTemplate, encode_chat
@@ -41,19 +41,6 @@ _MAX_CHARS_PER_TOKEN = 256
 """A text longer than the context times this is refused unread;
 the longest tokens of published vocabularies have 128."""
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """How to render a chat."""
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: Mapping[str, object] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    num_body_bytes: int = 0
-    """Of the request that it came with."""
 
 
 class PromptEncoder:
@@ -131,23 +118,22 @@ class PromptEncoder:
             encoded += await self.work(sum(map(len, group)), encode)
         return encoded
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
-    ) -> tuple[str, list[int]]:
-        """Return the rendered prompt and its token ids; special tokens that users
-        spelt out stay plain text."""
+    async def encode_chat(self, conversation: Conversation) -> tuple[str, list[int]]:
+        """Render a conversation and encode it; special tokens that users spelt out stay plain
+        text."""
         tokenizer, template = self.tokenizer, self._template
+        messages, tools = conversation.messages, conversation.shown_tools
         if template is None:
             raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
         chosen = template
-        if options.documents and not chosen.reads_documents:
+        if conversation.documents and not chosen.reads_documents:
             raise unavailable_feature(
                 "documents", f"{NOT_IN_TEMPLATE}; put their text into a message"
             )
 
         def count() -> int:
             num_chars = _num_chars(messages) + len(
-                msgspec.json.encode([options.tools, options.documents])
+                msgspec.json.encode([tools, conversation.documents])
             )
             self.check_chars(num_chars)
             return num_chars
@@ -156,20 +142,20 @@ class PromptEncoder:
             shown = chosen.needs.fit_messages(_without_developer(messages, chosen))
             draw = partial(
                 chosen.render,
-                tools=None if options.tools is None else chosen.needs.fit_tools(options.tools),
-                documents=options.documents,
-                template_kwargs=options.template_kwargs,
+                tools=None if tools is None else chosen.needs.fit_tools(tools),
+                documents=conversation.documents,
+                template_kwargs=conversation.template_kwargs,
             )
             text = draw(
                 shown,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.is_continued,
             )
             _check_roles(shown, draw)
             return "".join((text,)), encode_chat(tokenizer, text)
 
         is_large = len(messages) > _INLINE_MESSAGES
-        num_chars = await off_loop(SMALL + 1 if is_large else options.num_body_bytes, count)
+        num_chars = await off_loop(SMALL + 1 if is_large else conversation.num_body_bytes, count)
         return await self.work(num_chars, render)
 
     @property

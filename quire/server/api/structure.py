@@ -9,7 +9,7 @@ answered with 400 and the name of the field that asked; a form is never dropped 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +34,7 @@ Asked = tuple[str, Mapping[str, Any]]
 """The name of the field that asks, and what for: fields of `StructuredOutputsParams`."""
 
 
-async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
+async def settle(asked: Sequence[Asked]) -> StructuredOutputsParams | None:
     """Return the one output schema that is given, if any, and known to be possible. Raises ApiError
     400."""
     if not asked:
@@ -56,7 +56,7 @@ async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
     return structure
 
 
-def asks_for_json(asked: list[Asked]) -> bool:
+def asks_for_json(asked: Sequence[Asked]) -> bool:
     """Return whether JSON is requested, beside which an answer may be a call instead."""
     return any(
         values.get(name)

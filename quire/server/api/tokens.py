@@ -9,12 +9,11 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.api.conversation import Conversation
 from quire.server.api.openai.chat import MAX_DOCUMENTS
 from quire.server.api.openai.messages import Message, check_continuation, for_template
 from quire.server.api.openai.shapes import ChatTool
 from quire.server.api.openai.tools import CHAT, read_tools
-from quire.server.api.prompt_encoder import ChatOptions
-from quire.server.api.tools import Demand, settle_tools
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import call_of
 from quire.server.http.errors import bad_request
@@ -70,18 +69,18 @@ class Tokens:
             )
         else:
             size = call_of(request).num_body_bytes
-            functions, _ = await off_loop(size, lambda: read_tools(body.tools, None, None, CHAT))
-            shown = await settle_tools(functions, Demand(), self._api.tool_notation)
-            options = ChatOptions(
+            offered = await off_loop(size, lambda: read_tools(body.tools, None, None, CHAT))
+            tools = await self._api.tools(offered, ())
+            conversation = Conversation(
+                messages=await off_loop(size, lambda: for_template(body.messages or [])),
+                tools=tools,
                 add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=bool(body.continue_final_message),
+                is_continued=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs,
-                tools=None if shown is None else shown.shown,
                 documents=body.documents or None,
                 num_body_bytes=size,
             )
-            messages = await off_loop(size, lambda: for_template(body.messages or []))
-            _, token_ids = await prompts.encode_chat(messages, options)
+            _, token_ids = await prompts.encode_chat(conversation)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": prompts.max_model_len,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.params import SamplingParams
-from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
@@ -30,12 +29,15 @@ from quire.server.api.anthropic.shapes import (
     ToolChoice,
 )
 from quire.server.api.anthropic.tools import read_tools
+from quire.server.api.conversation import (
+    ChatPrompt,
+    Conversation,
+)
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.api.openai.messages import text_of
-from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, ChatOptions
-from quire.server.api.structure import Asked, asks_for_json, settle
-from quire.server.api.tools import settle_tools
+from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE
+from quire.server.api.structure import Asked
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import Call, call_of
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
@@ -102,9 +104,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 class _Encoded(NamedTuple):
     """What a request's turns, tools and edits come to."""
 
-    token_ids: list[int]
-    answer_format: AnswerFormat
-    form: StructuredOutputsParams | None
+    prompt: ChatPrompt
     edits: dict[str, Any] | None
     """The report on `context_management`, where that was given."""
     original_len: int
@@ -192,9 +192,9 @@ class Messages:
         model = self._api.check_model(body.model)
         call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
         encoded = await self._encode(call, body)
-        token_ids, answer_format = encoded.token_ids, encoded.answer_format
+        _, token_ids, answer_format, form = encoded.prompt
         given = answer_format.constraints(
-            encoded.form,
+            form,
             "output_format" if body.output_format is not None else "output_config.format",
         )
         params = self._params(
@@ -214,7 +214,7 @@ class Messages:
         body = await read_json(request, CountRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
         encoded = await self._encode(call_of(request), body)
-        answer: dict[str, Any] = {"input_tokens": len(encoded.token_ids)}
+        answer: dict[str, Any] = {"input_tokens": len(encoded.prompt.token_ids)}
         if encoded.edits is not None:
             answer["context_management"] = {"original_input_tokens": encoded.original_len}
         return json_response(call_of(request), answer)
@@ -228,46 +228,39 @@ class Messages:
                 raise unavailable_feature(name, reason)
         size = call.num_body_bytes
         edits, asked = read_edits(body.context_management), _asked_form(body)
-        functions, demand = await off_loop(size, lambda: read_tools(body.tools, body.tool_choice))
-        tools = await settle_tools(
-            functions, demand, api.tool_notation, has_form=asks_for_json(asked)
-        )
+        offered = await off_loop(size, lambda: read_tools(body.tools, body.tool_choice))
         system = text_of(body.system or None, "system")
-        is_continued = bool(body.messages) and body.messages[-1].role == "assistant"
-        options = ChatOptions(
-            continue_final_message=is_continued,
+        whole = Conversation(
+            messages=(),
+            tools=await api.tools(offered, asked),
+            asked=asked,
+            is_continued=bool(body.messages) and body.messages[-1].role == "assistant",
             template_kwargs=self._template_kwargs(call, body),
-            tools=None if tools is None else tools.shown,
-            num_body_bytes=call.num_body_bytes,
+            num_body_bytes=size,
         )
 
-        async def encode(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], str, list[int]]:
+        async def encode(turns: Sequence[Turn]) -> tuple[Conversation, tuple[str, list[int]]]:
             unread: list[str] = []
-            messages = await off_loop(
-                call.num_body_bytes, lambda: messages_of(turns, system, unread)
-            )
-            text, token_ids = await api.prompts.encode_chat(messages, options)
+            messages = await off_loop(size, lambda: messages_of(turns, system, unread))
+            conversation = replace(whole, messages=messages)
+            encoded = await api.prompts.encode_chat(conversation)
             if turns is body.messages:
                 call.ignore(unread, "these thoughts can be read by those who made them only")
-            return messages, text, token_ids
+            return conversation, encoded
 
         first = await encode(body.messages)
 
         async def count(turns: Sequence[Turn]) -> int:
-            return len((first if turns is body.messages else await encode(turns))[2])
+            _, (_, token_ids) = first if turns is body.messages else await encode(turns)
+            return len(token_ids)
 
         edited = await apply_edits(body.messages, edits, count)
-        messages, text, token_ids = (
-            first if edited.turns is body.messages else await encode(edited.turns)
-        )
-        form = await settle(asked)
-        answer_format = api.answer_format(
-            tools, form, text, str(messages[-1]["content"]) if is_continued else None
-        )
+        last = first if edited.turns is body.messages else await encode(edited.turns)
+        prompt = await api.prompt(*last)
         report = (
             None if body.context_management is None else {"applied_edits": list(edited.applied)}
         )
-        return _Encoded(token_ids, answer_format, form, report, len(first[2]))
+        return _Encoded(prompt, report, original_len=len(first[1][1]))
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
         """Return what the template is told of the thinking that is wanted;
@@ -334,7 +327,7 @@ class Messages:
     ) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
-        blocks = ContentBlocks(prepared.encoded.answer_format)
+        blocks = ContentBlocks(prepared.encoded.prompt.answer_format)
         await self._api.prompts.work(answer_chars(output), lambda: blocks.take(completion))
         body = prepared.body(blocks.content, _usage(usage))
         return {
@@ -406,7 +399,7 @@ class _MessageEvents:
         self._prepared = prepared
         self._run = run
         self._last: RequestOutput | None = None
-        self._blocks = ContentBlocks(prepared.encoded.answer_format)
+        self._blocks = ContentBlocks(prepared.encoded.prompt.answer_format)
 
     def take(self, number: int, output: RequestOutput) -> bytes:
         """See `Events`."""

@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.server.api.answer_format import AnswerFormat
+from quire.server.api.conversation import Conversation
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.deltas import ChoiceReader
 from quire.server.api.openai.fields import (
@@ -31,9 +32,8 @@ from quire.server.api.openai.logprobs import LogprobTracker, TokenNames, prompt_
 from quire.server.api.openai.messages import Message, check_continuation, for_template
 from quire.server.api.openai.shapes import ChatTool, ResponseFormat, ToolChoice
 from quire.server.api.openai.tools import CHAT, read_tools
-from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
-from quire.server.api.structure import asks_for_json, from_guided, from_response_format, settle
-from quire.server.api.tools import settle_tools
+from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, effort_kwargs
+from quire.server.api.structure import from_guided, from_response_format
 from quire.server.http.body import read_bytes, read_json, shape
 from quire.server.http.call import Call, call_of
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
@@ -141,31 +141,15 @@ class ChatCompletions:
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
         size = call.num_body_bytes
-        messages = await off_loop(size, lambda: for_template(body.messages))
-        functions, demand = await off_loop(
-            size, lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
-        )
-        asked = [*from_response_format(body.response_format), *from_guided(body)]
-        tools = await settle_tools(
-            functions, demand, api.tool_notation, has_form=asks_for_json(asked)
-        )
-        is_newer = body.max_completion_tokens is not None
-        param = "max_completion_tokens" if is_newer else "max_tokens"
-        wanted = body.max_completion_tokens if is_newer else body.max_tokens
-        options = ChatOptions(
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=_template_kwargs(body, api.prompts.template_source, call),
-            tools=None if tools is None else tools.shown,
-            documents=body.documents or None,
-            num_body_bytes=call.num_body_bytes,
-        )
-        text, token_ids = await api.prompts.encode_chat(messages, options)
+        prompt = await api.prompt(await self._conversation(call, body))
         token_ids = api.prompts.truncate(
-            token_ids, body.truncate_prompt_tokens, body.truncation_side
+            prompt.token_ids, body.truncate_prompt_tokens, body.truncation_side
         )
         if not token_ids:
             raise bad_request("messages: the prompt is empty", param="messages")
+        is_newer = body.max_completion_tokens is not None
+        param = "max_completion_tokens" if is_newer else "max_tokens"
+        wanted = body.max_completion_tokens if is_newer else body.max_tokens
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         num_others = (
             len(body.logprob_token_ids) if body.logprobs and body.logprob_token_ids else num_top
@@ -173,17 +157,15 @@ class ChatCompletions:
         default = api.default_max_tokens(num_others, body.n or 1)
         max_tokens = api.prompts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
-        form = await settle(asked)
-        answer_format = api.answer_format(tools, form, text, _continued(body, messages))
-        given |= answer_format.constraints(form, "response_format")
-        given |= await api.thinking(body.thinking_token_budget, answer_format)
+        given |= prompt.answer_format.constraints(prompt.form, "response_format")
+        given |= await api.thinking(body.thinking_token_budget, prompt.answer_format)
         params = await off_loop(size, lambda: sampling_params(body, api.sampling_defaults, **given))
         num_repeated = (body.n or 1) * len(echoed_text(body)) + (
             len(token_ids) if body.return_token_ids else 0
         )
-        prompt = text if body.echo else None
+        echoed = prompt.text if body.echo else None
         job = GenerationJob(
-            token_ids, params, prompt, body.cache_salt, body.priority, num_repeated=num_repeated
+            token_ids, params, echoed, body.cache_salt, body.priority, num_repeated=num_repeated
         )
         names = TokenNames(
             api.client.tokenizer,
@@ -191,10 +173,30 @@ class ChatCompletions:
             shows_special=not params.skip_special_tokens,
         )
         prepare_s = time.monotonic() - started_s
-        prepared = PreparedChat(body, job, model, api.fingerprint, names, prepare_s, answer_format)
+        prepared = PreparedChat(
+            body, job, model, api.fingerprint, names, prepare_s, prompt.answer_format
+        )
         if body.request_id is not None:
             prepared.id = f"chatcmpl-{body.request_id}"
         return prepared
+
+    async def _conversation(self, call: Call, body: ChatRequest) -> Conversation:
+        size = call.num_body_bytes
+        messages = await off_loop(size, lambda: for_template(body.messages))
+        offered = await off_loop(
+            size, lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
+        )
+        asked = [*from_response_format(body.response_format), *from_guided(body)]
+        return Conversation(
+            messages=messages,
+            tools=await self._api.tools(offered, asked),
+            asked=asked,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            is_continued=bool(body.continue_final_message),
+            template_kwargs=_template_kwargs(body, self._api.prompts.template_source, call),
+            documents=body.documents or None,
+            num_body_bytes=size,
+        )
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """Return the answer to a body that did not come by HTTP (a batch's line); never a
@@ -241,12 +243,6 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
         if not found:
             call.ignore(["reasoning_effort"], NOT_IN_TEMPLATE)
     return kwargs or None
-
-
-def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
-    """Return the text that the answer goes on with, where it goes on with the last of these
-    messages."""
-    return joined_text(messages[-1]["content"]) if body.continue_final_message else None
 
 
 # -- the answer in one piece

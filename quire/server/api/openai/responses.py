@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.params import SamplingParams
-from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.server.api.answer_format import AnswerFormat
+from quire.server.api.conversation import ChatPrompt, Conversation
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import (
     NO_EFFECT,
@@ -53,15 +53,13 @@ from quire.server.api.openai.shapes import (
     ToolChoice,
 )
 from quire.server.api.openai.tools import RESPONSES, read_tools
-from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
+from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, effort_kwargs
 from quire.server.api.structure import (
     Asked,
-    asks_for_json,
     from_named_schema,
     from_response_format,
-    settle,
 )
-from quire.server.api.tools import Function, settle_tools
+from quire.server.api.tools import Function
 from quire.server.http.body import read_bytes, read_json, shape
 from quire.server.http.call import Call, call_of
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
@@ -148,16 +146,14 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
         )
 
 
-class _Prompt(NamedTuple):
+class _Input(NamedTuple):
     """What a request's input, instructions and tools come to."""
 
-    token_ids: list[int]
+    conversation: Conversation
     messages: list[dict[str, Any]]
-    """The conversation, without the instructions."""
+    """The conversation's, without the instructions."""
     items: list[Item]
-    answer_format: AnswerFormat
     functions: list[Function]
-    form: StructuredOutputsParams | None
 
 
 @dataclass(slots=True)
@@ -165,7 +161,8 @@ class _PreparedResponse:
     request: ResponseRequest
     job: GenerationJob
     model: str
-    prompt: _Prompt
+    input: _Input
+    answer_format: AnswerFormat
     names: TokenNames
     seal: Callable[[str], str] | None
     """None where reasoning is not to be sealed."""
@@ -186,7 +183,7 @@ class _PreparedResponse:
             )
 
     def output_items(self) -> OutputItems:
-        return OutputItems(self.prompt.answer_format, self.seal)
+        return OutputItems(self.answer_format, self.seal)
 
     def tracker(self) -> LogprobTracker | None:
         return (
@@ -224,9 +221,11 @@ class Responses:
         ).whole()
         self._api.check_model(body.model)
         _check(body)
-        prompt = await self._prompt(call, body)
+        token_ids = self._truncated(
+            body, await self._api.prompt((await self._input(call, body)).conversation)
+        )
         return json_response(
-            call, {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+            call, {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         )
 
     async def get(self, request: Request) -> Response:
@@ -263,16 +262,17 @@ class Responses:
         call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
         if body.request_id is not None:
             call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
-        prompt = await self._prompt(call, body)
-        answer_format = prompt.answer_format
+        given_input = await self._input(call, body)
+        prompt = await api.prompt(given_input.conversation)
+        token_ids, answer_format = self._truncated(body, prompt), prompt.answer_format
         given = answer_format.constraints(prompt.form, "text.format") | await api.thinking(
             body.thinking_token_budget, answer_format
         )
-        num_prompt = len(prompt.token_ids)
+        num_prompt = len(token_ids)
         params = await off_loop(
             call.num_body_bytes, lambda: self._params(body, num_prompt, answer_format, given)
         )
-        job = GenerationJob(prompt.token_ids, params, None, body.cache_salt, body.priority)
+        job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = (
             partial(self._sealer.seal, call.tenant.name)
@@ -280,19 +280,17 @@ class Responses:
             else None
         )
         return _PreparedResponse(
-            body, job, model, prompt, names, seal, time.monotonic() - started_s
+            body, job, model, given_input, answer_format, names, seal, time.monotonic() - started_s
         )
 
-    async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
+    async def _input(self, call: Call, body: ResponseRequest) -> _Input:
         api = self._api
-        functions, demand = await off_loop(
+        offered = await off_loop(
             call.num_body_bytes,
             lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES),
         )
         forms = _asked_form(body)
-        tools = await settle_tools(
-            functions, demand, api.tool_notation, has_form=asks_for_json(forms)
-        )
+        tools = await api.tools(offered, forms)
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             previous = self._store.get(
@@ -306,20 +304,21 @@ class Responses:
             if body.instructions
             else messages
         )
-        options = ChatOptions(
+        conversation = Conversation(
+            messages=shown,
+            tools=tools,
+            asked=forms,
             template_kwargs=_effort(body, api.prompts.template_source, call),
-            tools=None if tools is None else tools.shown,
             num_body_bytes=call.num_body_bytes,
         )
-        text, token_ids = await api.prompts.encode_chat(shown, options)
-        if body.truncation == "auto":
-            token_ids = api.prompts.truncate(
-                token_ids, api.prompts.max_model_len - (body.max_output_tokens or 1)
-            )
-        form = await settle(forms)
-        return _Prompt(
-            token_ids, messages, items, api.answer_format(tools, form, text), functions, form
-        )
+        return _Input(conversation, messages, items, list(offered[0]))
+
+    def _truncated(self, body: ResponseRequest, prompt: ChatPrompt) -> list[int]:
+        if body.truncation != "auto":
+            return prompt.token_ids
+        prompts = self._api.prompts
+        most = prompts.max_model_len - (body.max_output_tokens or 1)
+        return prompts.truncate(prompt.token_ids, most)
 
     async def _read_input(
         self, call: Call, body: ResponseRequest
@@ -393,8 +392,8 @@ class Responses:
         if prepared.request.store is False:
             return
         kept = messages_of([item for item in answer["output"] if is_whole(item)])
-        messages = [*prepared.prompt.messages, *(for_template(kept) if kept else ())]
-        self._store.put(call.tenant.name, StoredResponse(answer, prepared.prompt.items, messages))
+        messages = [*prepared.input.messages, *(for_template(kept) if kept else ())]
+        self._store.put(call.tenant.name, StoredResponse(answer, prepared.input.items, messages))
 
 
 def _check(body: ResponseRequest) -> None:
@@ -461,7 +460,7 @@ def _body(
         "temperature": params.temperature,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": [_shown(function) for function in prepared.prompt.functions],
+        "tools": [_shown(function) for function in prepared.input.functions],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": request.truncation or "disabled",
