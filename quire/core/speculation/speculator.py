@@ -36,7 +36,7 @@ _MAX_NAPS = 4
 _LEAST_SPEEDUP = 1.05
 """Less is not worth the risk that the estimates are wrong."""
 _NEVER = 1 << 62
-_FIRST_GAIN, _LEAST_GAIN, _SCOUT_EVERY = 0.2, 0.05, 8
+_FIRST_GAIN, _LEAST_GAIN, _SCOUT_EVERY = 0.06, 0.05, 8
 _LEARNING_RATE, _FORGETTING_RATE = 1 / 8, 1 / 128
 
 
