@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.core.repetition import RepetitionDetectionParams
     from quire.core.structure import GuidedDecodingParams, StructuredOutputsParams
     from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from quire.engine.front.absent import LoRARequest, ModelRegistry
+    from quire.engine.front.absent import ModelRegistry
     from quire.engine.front.async_llm import AsyncLLM
     from quire.engine.front.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.front.outputs import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from quire.errors import NotAvailableError, QuireError
     from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.llm import LLM
+    from quire.lora.request import LoRARequest
 
 _HOMES = {
     "AsyncEngineArgs": "quire.engine.arg_utils",
@@ -57,7 +58,7 @@ _HOMES = {
     "GuidedDecodingParams": "quire.core.structure",
     "LLM": "quire.llm",
     "LLMEngine": "quire.engine.llm_engine",
-    "LoRARequest": "quire.engine.front.absent",
+    "LoRARequest": "quire.lora.request",
     "Logprob": "quire.engine.front.outputs",
     "ModelRegistry": "quire.engine.front.absent",
     "NotAvailableError": "quire.errors",

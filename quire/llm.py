@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.engine.front import absent as without
 from quire.engine.front.absent import absent
+from quire.engine.front.adapters import LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.metrics import Metric
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
@@ -70,7 +72,7 @@ class LLM(PoolingCalls):
         use_tqdm: Progress = True,
         priority: Sequence[int] | None = None,
         *,
-        lora_request: object = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_token_ids: Sequence[Any] | None = None,
     ) -> list[RequestOutput]:
@@ -78,13 +80,14 @@ class LLM(PoolingCalls):
 
         `sampling_params` is one for all or one for each; by default the model's own. A prompt that
         cannot be served raises before anything is computed; a request that fails on the way comes
-        back with `finish_reason` "error". `prompt_token_ids` is an older way to give prompts of
+        back with `finish_reason` "error". `lora_request` is an adapter for all prompts, or a list
+        with one, or None, for each. `prompt_token_ids` is an older way to give prompts of
         token ids.
         """
-        without.refuse_adapters(lora_request)
         listed = _prompts(prompts, prompt_token_ids)
         params = self._params_for(listed, sampling_params, tokenization_kwargs)
-        outputs = self._run(listed, params, use_tqdm=use_tqdm, priority=priority)
+        adapters = self.engine.adapters.versions_of(lora_request, len(listed))
+        outputs = self._run(listed, params, adapters, use_tqdm=use_tqdm, priority=priority)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     def chat(
@@ -92,7 +95,7 @@ class LLM(PoolingCalls):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: object = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
@@ -108,7 +111,6 @@ class LLM(PoolingCalls):
         `chat_template_content_format` says how contents reach the template: "string" as text,
         "openai" as lists of parts, "auto" as they are given.
         """
-        without.refuse_adapters(lora_request)
         without.refuse_media(mm_processor_kwargs)
         render = partial(
             self._template(chat_template).render,
@@ -129,14 +131,18 @@ class LLM(PoolingCalls):
                 }
             )
         return self.generate(
-            prompts, sampling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs
+            prompts,
+            sampling_params,
+            use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
         )
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: object = None,
+        lora_request: LoRARequests = None,
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -147,32 +153,32 @@ class LLM(PoolingCalls):
         `concurrency_limit` has no effect:
         as many searches run at once as there is memory for.
         """
-        without.refuse_adapters(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(
                 f"beam_search takes BeamSearchParams, not {type(params).__name__}", param="params"
             )
         listed = as_prompts(prompts)
-        outputs = self._run(listed, [params] * len(listed), use_tqdm=use_tqdm)
+        adapters = self.engine.adapters.versions_of(lora_request, len(listed))
+        outputs = self._run(listed, [params] * len(listed), adapters, use_tqdm=use_tqdm)
         return [output for output in outputs if isinstance(output, BeamSearchOutput)]
 
     def enqueue(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: object = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         use_tqdm: Progress = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Accept prompts without computing them; returns their request ids.
         See `wait_for_completion`."""
-        without.refuse_adapters(lora_request)
         listed = as_prompts(prompts)
         ids = self._add(
             self._queue,
             listed,
             self._digested(self._params_for(listed, sampling_params, tokenization_kwargs)),
+            self.engine.adapters.versions_of(lora_request, len(listed)),
             priority,
         )
         self._queued += ids
@@ -280,6 +286,7 @@ class LLM(PoolingCalls):
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams],
+        adapters: Sequence[Adapter | None],
         *,
         use_tqdm: Progress,
         priority: Sequence[int] | None = None,
@@ -287,9 +294,8 @@ class LLM(PoolingCalls):
         """Run requests to their end; if anything goes wrong on the way in, or Ctrl-C is pressed,
         none of them stays."""
         session = Session(self.llm_engine.shared)
-        return self._finish(
-            session, self._add(session, prompts, self._digested(params), priority), use_tqdm
-        )
+        ids = self._add(session, prompts, self._digested(params), adapters, priority)
+        return self._finish(session, ids, use_tqdm)
 
     def _digested(
         self, params: Sequence[SamplingParams | BeamSearchParams]
@@ -308,7 +314,8 @@ class LLM(PoolingCalls):
         self, prompts: Sequence[Prompt], digests: Sequence[Digest], use_tqdm: Progress
     ) -> list[RequestOutput]:
         session = Session(self.llm_engine.shared)
-        outputs = self._finish(session, self._add(session, prompts, digests, None), use_tqdm)
+        ids = self._add(session, prompts, digests, [None] * len(prompts), None)
+        outputs = self._finish(session, ids, use_tqdm)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     @staticmethod
@@ -316,6 +323,7 @@ class LLM(PoolingCalls):
         session: Session,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams | Digest],
+        adapters: Sequence[Adapter | None],
         priority: Sequence[int] | None,
     ) -> list[str]:
         """Add requests, all or none."""
@@ -325,8 +333,10 @@ class LLM(PoolingCalls):
             )
         ids: list[str] = []
         try:
-            for place, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-                ids.append(session.add(prompt, each, priority=priority[place] if priority else 0))
+            for prompt, each, adapter, rank in zip(
+                prompts, params, adapters, priority or [0] * len(prompts), strict=True
+            ):
+                ids.append(session.add(prompt, each, adapter=adapter, priority=rank))
         except BaseException:
             _abort(session, ids)
             raise

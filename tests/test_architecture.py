@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "quant": {"kernels", "models", "weights"},
     "nn": {"models", "weights", "kernels", "quant", "program"},
     "multimodal": {"nn", "kernels"},
-    "lora": {"nn", "kernels", "core"},
+    "lora": {"kernels", "core", "models", "weights"},
     "parallel": {"nn", "kernels"},
     "grammar": {"core"},
     "sampling": {"kernels", "core", "grammar"},
@@ -98,6 +98,7 @@ CORE_FOR_THE_DATA_PLANE = {
     "quire.core.params",
     "quire.core.grammars",
     "quire.core.pooling",
+    "quire.core.adapters",
 }
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
@@ -167,12 +168,12 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_400, "csrc": 10_400, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_600,
-    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_600, "quire/engine": 9_600,
-    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 7_900, "quire/models": 2_500,
-    "quire/nn": 600, "quire/observe": 200, "quire/program": 500, "quire/quant": 1_900,
-    "quire/sampling": 1_300, "quire/server": 13_100, "quire/sim": 1_200, "quire/text": 4_100,
-    "quire/utils": 100, "quire/weights": 2_000, "quire/worker": 1_700,
+    "benchmarks": 6_600, "csrc": 11_000, "quire": 700, "quire/bench": 3_800, "quire/cli": 3_600,
+    "quire/common": 1_100, "quire/config": 1_100, "quire/core": 6_900, "quire/engine": 9_900,
+    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 8_200, "quire/lora": 900,
+    "quire/models": 2_500, "quire/nn": 700, "quire/observe": 200, "quire/program": 600,
+    "quire/quant": 1_900, "quire/sampling": 1_300, "quire/server": 13_500, "quire/sim": 1_200,
+    "quire/text": 4_100, "quire/utils": 100, "quire/weights": 2_000, "quire/worker": 1_700,
 }  # fmt: skip
 
 

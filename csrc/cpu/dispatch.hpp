@@ -178,6 +178,32 @@ struct AttentionTask {
     }
 };
 
+// ---- adapters (isa/lora.cpp) ----
+
+constexpr int64_t LORA_PANEL = 64;  // outputs of `up` that lie next to each other, rank by rank
+// `down` in blocks of so many ranks, or what is left: for each chunk of inputs, or what is left, the ranks' weights in turn.
+constexpr int LORA_RANKS = 4, LORA_CHUNK = 16;
+
+// Some rows that use one adapter, and a part of one of its weights (lora.hpp). All scratch is the caller's.
+struct LoraRows {
+    const int64_t *rows;         // of x and y
+    int64_t first_row, last_row;  // places in `rows`
+    int64_t first_rank, last_rank;  // down: whole blocks
+    DType dtype;                    // of the adapter
+    float *products;              // [places][num_ranks], scaled
+    int64_t num_ranks;
+    // down
+    const void *x, *down;
+    DType x_dtype;
+    int64_t num_inputs;
+    const float *scales;
+    // up: panels [first_output, last_output) of a part of num_outputs, which begins at column y_column of y
+    const void *up;
+    void *y;
+    DType y_dtype;
+    int64_t num_outputs, first_output, last_output, y_column, y_stride;
+};
+
 struct KernelTable {
     const char *name;
     // projections
@@ -195,6 +221,9 @@ struct KernelTable {
     // activation(gate) * up; the biases (null: none) begin at the block's first column
     void (*store_gated)(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
                         Activation activation, const OutputBlock &out);
+    // adapters: products of x with rows of `down`; what parts add to y
+    void (*lora_down)(const LoraRows &task);
+    void (*lora_up)(const LoraRows &task);
     // attention
     int64_t (*max_task_rows)(const AttentionProblem &problem);  // query rows (positions x heads of one KV head)
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs

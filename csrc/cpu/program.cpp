@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "scratch.hpp"
 #include "timing.hpp"
 
 namespace quire {
@@ -28,6 +29,8 @@ void Arena::Free::operator()(char *data) const { std::free(data); }
 
 namespace {
 
+constexpr int64_t GATED_BYTES = 8 << 20;  // of float32 products of gate and up that are kept at a time for adapters
+constexpr int64_t LEAST_GATED_ROWS = 128;
 constexpr int64_t TOKENS_AT_ONCE = 4;  // of which a product of queries, keys and values takes some 32 KiB
 
 // ---- wanted tokens ----
@@ -44,13 +47,15 @@ class WantedTokens {
     const std::vector<int64_t> &tokens() const { return tokens_; }  // of the whole step, ascending
     StepInputs inputs() const {                                     // valid as long as this is
         const Sequences sequences{query_start_.data(), context_len_.data(), static_cast<int64_t>(context_len_.size()), count()};
-        return {nullptr, positions_.data(), slots_.data(), sequences, block_tables_.data(), table_stride_, nullptr};
+        return {nullptr, positions_.data(), slots_.data(), sequences, block_tables_.data(), table_stride_, nullptr,
+                adapted_.is_empty() ? nullptr : &adapted_};
     }
 
    private:
     int64_t num_tokens_, table_stride_;
     std::vector<int64_t> tokens_, positions_, slots_;
     std::vector<int32_t> query_start_{0}, context_len_, block_tables_;
+    AdaptedRows adapted_;
 };
 
 WantedTokens::WantedTokens(const StepInputs &step)
@@ -73,6 +78,7 @@ WantedTokens::WantedTokens(const StepInputs &step)
         const int32_t *table = step.block_tables + s * table_stride_;
         block_tables_.insert(block_tables_.end(), table, table + table_stride_);
     }
+    if (step.adapted != nullptr) adapted_ = step.adapted->chosen(tokens_);
 }
 
 // ---- operations ----
@@ -102,6 +108,9 @@ class Pass {
     void norm_rows(const NormWeight &norm, const NormRows &rows, int64_t first, int64_t last) const;
 
     void run(const Operation &operation) const;
+    void gate(const Operation &operation) const;
+    void gate_adapted(const Operation &operation, int64_t first, int64_t last) const;
+    void project(const Operation &operation) const;
     void normalise(const Operation &operation) const;
     void prepare_heads(const Operation &operation) const;
     void attend(const Operation &operation) const;
@@ -124,9 +133,9 @@ void Pass::run(const Operation &operation) const {
     const int64_t width = operation.x.width;
     switch (operation.kind) {
         case Kind::linear:
-            return linear(operation.weight, x, dtype_, num_tokens(), out, dtype_);
+            return project(operation);
         case Kind::gated_linear:
-            return linear_gated(operation.weight, operation.activation, x, dtype_, num_tokens(), out, dtype_);
+            return gate(operation);
         case Kind::attend:
             return attend(operation);
         default:
@@ -157,6 +166,46 @@ void Pass::run(const Operation &operation) const {
         default:
             return scatter(operation);
     }
+}
+
+// What adapters add must be there before the activation: where a row uses one, products are kept in float32 as the projection
+// would have had them before it rounded, so that the other rows' bits are those of `linear_gated`.
+void Pass::gate(const Operation &operation) const {
+    const bool is_adaptable = step_.adapted != nullptr && operation.number != Operation::NO_ADAPTERS;
+    const int64_t at_once = is_adaptable ? max64(LEAST_GATED_ROWS, GATED_BYTES / (operation.weight.num_outputs * 4)) : num_tokens();
+    for (int64_t first = 0; first < num_tokens(); first += at_once) {
+        const int64_t last = min64(first + at_once, num_tokens());
+        if (is_adaptable && step_.adapted->concern(operation.number, first, last)) {
+            gate_adapted(operation, first, last);
+        } else {
+            linear_gated(operation.weight, operation.activation, offset(at(operation.x), first * operation.x.width, dtype_), dtype_,
+                         last - first, offset(at(operation.out), first * operation.out.width, dtype_), dtype_);
+        }
+    }
+}
+
+void Pass::gate_adapted(const Operation &operation, int64_t first, int64_t last) const {
+    const int64_t width = operation.out.width, count = last - first;
+    const void *const x = offset(at(operation.x), first * operation.x.width, dtype_);
+    void *const out = offset(at(operation.out), first * width, dtype_);
+    float *const products = scratch(GATE_PRODUCTS, count * 2 * width);
+    linear(operation.weight, x, dtype_, count, products, DType::f32);
+    step_.adapted->between(first, last).add_to(operation.number, x, dtype_, products, DType::f32, 0, 2 * width);
+    over_rows(count, 4 * width, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            float *const row = products + r * 2 * width;
+            table_.gated(row, row, DType::f32, operation.activation, width, 0, 1);  // over the gate's products
+            table_.convert(row, DType::f32, offset(out, r * width, dtype_), dtype_, width);
+        }
+    });
+}
+
+void Pass::project(const Operation &operation) const {
+    const void *const x = at(operation.x);
+    void *const out = at(operation.out);
+    linear(operation.weight, x, dtype_, num_tokens(), out, dtype_);
+    if (step_.adapted == nullptr || operation.number == Operation::NO_ADAPTERS) return;
+    step_.adapted->add_to(operation.number, x, dtype_, out, dtype_, operation.first_output, operation.out.width);
 }
 
 NormRows Pass::rows_of(const NormWeight &norm, const void *x, void *out) const {
@@ -294,6 +343,21 @@ void Program::set_caches(const std::vector<KVCache> &caches) {
     }
     const std::lock_guard<std::mutex> guard(is_running_);
     caches_ = caches;
+}
+
+void Program::check(const std::vector<const Adapter *> &adapters) const {
+    if (adapters.empty()) return;
+    for (const Operation &each : lists_.whole) {
+        if (each.number == Operation::NO_ADAPTERS) continue;
+        const bool is_gated = each.kind == Kind::gated_linear;
+        for (const Adapter *adapter : adapters) {
+            const LoraWeight *weight = adapter == nullptr ? nullptr : adapter->of(each.number);
+            if (weight == nullptr) continue;
+            const int64_t num_outputs = is_gated ? 2 * each.out.width : each.out.width;
+            if (weight->num_inputs == each.x.width && weight->num_outputs == num_outputs) continue;
+            throw std::invalid_argument("step: an adapter for another shape of weight " + std::to_string(each.number));
+        }
+    }
 }
 
 void Program::forward(const StepInputs &step, void *out) {

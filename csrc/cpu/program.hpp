@@ -13,6 +13,7 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
+#include "lora.hpp"
 
 namespace quire {
 
@@ -46,7 +47,7 @@ enum class Kind : int { embed, scale, add, norm, linear, gated_linear, activate,
 
 // One operation, and of the fields those that its kind has.
 struct Operation {
-    static constexpr int64_t NO_CACHE = -1;
+    static constexpr int64_t NO_CACHE = -1, NO_ADAPTERS = -1;
 
     Kind kind;
     bool is_narrow;  // computes the wanted tokens' rows alone
@@ -60,6 +61,8 @@ struct Operation {
     NormWeight key_norm;     // prepare_heads, or absent
     LinearWeight weight;     // linear; gated_linear: the gate's outputs before the other ones
     Activation activation;   // gated_linear, activate
+    int64_t number;          // linear, gated_linear: by which adapters know the weight, or NO_ADAPTERS
+    int64_t first_output;    // linear: of the weight, at the first column
     // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries
     Heads heads;
     const float *rope;  // [positions, 2, rope_half]; null: none
@@ -78,6 +81,7 @@ struct StepInputs {
     const int32_t *block_tables;  // [S], rows table_stride entries apart
     int64_t table_stride;
     const int32_t *num_wanted;  // [S] hidden states that are wanted, of each sequence's last tokens; null: all
+    const AdaptedRows *adapted;  // the tokens that use an adapter; null: none does
 };
 
 // Memory that is kept from call to call and grows as needed.
@@ -109,6 +113,9 @@ class Program {
 
     const ProgramLists &lists() const { return lists_; }
     void set_caches(const std::vector<KVCache> &caches);  // by their numbers
+
+    // std::invalid_argument for an adapter that was made for other weights.
+    void check(const std::vector<const Adapter *> &adapters) const;
 
     // Token ids to hidden states [T, width]; those that are not wanted may be of an earlier layer. Checks every index first:
     // std::out_of_range for a token id, std::invalid_argument for anything else. One call at a time: others wait.

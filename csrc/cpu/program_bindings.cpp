@@ -14,6 +14,7 @@ namespace quire {
 using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
+constexpr int64_t MAX_WEIGHTS = 1 << 20;
 constexpr int NUM_KINDS = 11;
 constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2};  // norm: or 2, with as many outputs
 
@@ -108,7 +109,7 @@ static void check_heads(const Arguments &args, const Operation &each) {
 static void add_operation(Operations &operations, int kind, bool is_narrow, const std::vector<Place> &inputs,
                           const std::vector<Place> &outputs, const Lookup *table, bool of_positions, float factor,
                           const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
-                          int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
+                          int64_t number, int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
                           float scale, float soft_cap, int64_t window, uintptr_t bias, int64_t bias_reach) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
@@ -141,6 +142,8 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
         args.require(first_output % PANEL == 0, "the outputs do not begin with a panel");
         each.weight = weight->part(first_output, each.out.width);
     }
+    each.number = args.between(Operation::NO_ADAPTERS, MAX_WEIGHTS, "the number of the weight", number);
+    each.first_output = args.count("the first output", first_output);
     each.activation = args.activation(activation);
     each.heads = {heads[0], heads[1], heads[2]};
     each.rope = args.array<const float>("rope", rope, {rope == 0 ? 0 : 1, 2, rope_half});
@@ -182,7 +185,8 @@ static void init_program(Program *self, const Operations &whole, const Operation
 
 static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, uintptr_t query_start,
                     uintptr_t context_len, int64_t num_sequences, int64_t num_tokens, uintptr_t block_tables,
-                    int64_t table_stride, uintptr_t num_wanted, uintptr_t out) {
+                    int64_t table_stride, uintptr_t num_wanted, const std::vector<const Adapter *> &adapters,
+                    uintptr_t of_token, uintptr_t out) {
     constexpr int64_t MOST = (int64_t{1} << 31) - 1;  // both are counted in 32 bits
     const Arguments args("Program.forward");
     args.between(0, MOST, "the number of tokens", num_tokens);
@@ -190,13 +194,17 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
     const Sequences sequences{args.array<const int32_t>("query_start", query_start, {num_sequences + 1}),
                               args.array<const int32_t>("context_len", context_len, {num_sequences}), num_sequences,
                               num_tokens};
+    const AdaptedRows adapted(adapters, args.array<const int32_t>("of_token", of_token, {adapters.empty() ? 0 : num_tokens}),
+                              adapters.empty() ? 0 : num_tokens);
+    program.check(adapters);
     const StepInputs step{args.array<const int64_t>("token_ids", token_ids, {num_tokens}),
                           args.array<const int64_t>("positions", positions, {num_tokens}),
                           args.array<const int64_t>("slots", slots, {num_tokens}),
                           sequences,
                           args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride}),
                           table_stride,
-                          args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences})};
+                          args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences}),
+                          adapted.is_empty() ? nullptr : &adapted};
     program.forward(step, args.memory("out", out, program.lists().dtype, {num_tokens, program.lists().width}).as<void>());
 }
 
@@ -209,7 +217,7 @@ static void bind_program(nb::module_ &m) {
     nb::class_<Operations>(m, "Operations")
         .def("__init__", &init_operations, "dtype"_a, "width"_a)
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
-             "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "activation"_a, "heads"_a,
+             "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
              "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "bias"_a, "bias_reach"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)

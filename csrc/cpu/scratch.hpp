@@ -16,7 +16,9 @@ enum ScratchSlot : int {
     ATTENTION = 3,
     PARTIAL_STATES = 4,
     LOGITS = 5,
-    NUM_SLOTS = 6
+    LORA_PRODUCTS = 6,
+    GATE_PRODUCTS = 7,
+    NUM_SLOTS = 8
 };
 
 }  // namespace quire

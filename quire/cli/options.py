@@ -109,7 +109,11 @@ def add_field_options(
             continue
         if str(item.type) == "tuple[str, ...]":
             group.add_argument(
-                flag, action=_Collect, metavar=item.name.rpartition("_")[2].upper(), help=text
+                flag,
+                action=_Collect,
+                nargs=item.metadata.get("nargs"),
+                metavar=item.name.rpartition("_")[2].upper(),
+                help=text,
             )
             continue
         kind = str(item.type).removesuffix(" | None")
@@ -194,7 +198,8 @@ class _Collect(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+        given = values if isinstance(values, list) else [values]
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *given))
 
 
 def _field(name: str) -> dataclasses.Field[Any]:

@@ -75,6 +75,7 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
             "weight_bytes": plan.weight_bytes,
             "kv_bytes": plan.kv_bytes,
             "workspace_bytes": plan.workspace_bytes,
+            "adapter_bytes": plan.adapter_bytes,
             "total_bytes": plan.total_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
         },
@@ -103,6 +104,12 @@ def _estimated_steps(plan: EnginePlan) -> dict[str, float]:
     }
 
 
+def _adapters(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """A line where adapters are served."""
+    num_bytes = memory["adapter_bytes"]
+    return [("adapters", format_bytes(num_bytes), "at most")] if num_bytes else []
+
+
 def render(record: dict[str, Any]) -> str:
     """Return the plan for people."""
     memory, capacity, flops, machine = (
@@ -122,6 +129,7 @@ def render(record: dict[str, Any]) -> str:
                 ("weights", format_bytes(memory["weight_bytes"]), ""),
                 ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
+                *_adapters(memory),
                 (
                     "total",
                     format_bytes(memory["total_bytes"]),

@@ -52,6 +52,17 @@ class ApiConfig:
     metrics_prefix: str = _option(
         "quire", "first part of all metric names", choices=METRICS_PREFIXES
     )
+    lora_modules: tuple[str, ...] = _option(
+        (),
+        (
+            'adapter to serve under a name of its own: name=path, or {"name": ..., "path": ...} '
+            "(several, or repeatable)"
+        ),
+        nargs="+",
+    )
+    lora_folder: str | None = _option(
+        None, "folder below which admin keys may load adapters while the server runs"
+    )
     allow_origin: tuple[str, ...] = _option(
         (),
         (

@@ -48,6 +48,9 @@ _LEAST = {
     "max_long_partial_prefills": 1,
     "long_prefill_token_threshold": 0,
     "num_threads": 1,
+    "max_loras": 1,
+    "max_lora_rank": 1,
+    "max_cpu_loras": 1,
 }
 """Whole numbers, each with the least that makes sense."""
 _MAX_TARGET_STEP_MS = 3_600_000
@@ -209,6 +212,14 @@ class EngineConfig:
             "of bfloat16"
         ),
         choices=("auto", *KV_FORMATS, *OTHER_NAMES),
+    )
+    enable_lora: bool = _option(
+        False, "serve low-rank adapters (LoRA) beside the model, chosen request by request"
+    )
+    max_loras: int = _option(8, "adapters that running requests may use at once")
+    max_lora_rank: int = _option(16, "highest rank of an adapter, at most 512")
+    max_cpu_loras: int | None = _option(
+        None, "adapters kept in memory, used or not; by default as many as max_loras"
     )
     tensor_parallel_size: int = _option(1, "not available yet beyond 1")
     pipeline_parallel_size: int = _option(1, "not available yet beyond 1")

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from quire.core.adapters import Adapter
 from quire.core.grammars import Grammar
 
 PLAN_VERSION = 4
@@ -110,6 +111,8 @@ class RowSampling(NamedTuple):
     """Only tokens that continue an output of this form can be sampled;
     the end of sequence only where it is complete."""
     thinking: ThinkingBudget | None = None
+    adapter: Adapter | None = None
+    """What the row is computed with besides the model's weights."""
 
 
 class NewRow(NamedTuple):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.assembly.builder import build_engine
-from quire.engine.front.absent import NO_SLEEP, absent, refuse_adapters
+from quire.engine.front.absent import NO_SLEEP, absent
 from quire.engine.front.metrics import Metric, snapshot
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.loop.engine import Engine, Output
 from quire.engine.loop.sharing import Session, SharedEngine
+from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams,
         arrival_time: float | None = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -64,9 +65,11 @@ class LLMEngine:
     ) -> str:
         """Accept a request; returns its id. Raises a RequestError, and changes nothing,
         if it cannot be served."""
-        refuse_adapters(lora_request)
         params = with_truncation(params, tokenization_kwargs)
-        return self._session.add(prompt, params, request_id=request_id, priority=priority)
+        adapter = self.engine.adapters.version_of(lora_request)
+        return self._session.add(
+            prompt, params, request_id=request_id, adapter=adapter, priority=priority
+        )
 
     def step(self) -> list[Output]:
         """Run one step; returns an output for every request that made progress,
@@ -129,7 +132,9 @@ class LLMEngine:
 
     sleep = absent("sleep", NO_SLEEP)
     wake_up = absent("wake_up", NO_SLEEP)
-    add_lora = absent("add_lora", "merge the adapter into the weights and load those")
+    add_lora = absent(
+        "add_lora", "give the adapter with the request: lora_request=LoRARequest(...)"
+    )
 
     def is_sleeping(self) -> bool:
         """False: this version has no sleep mode."""

@@ -14,13 +14,14 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.sampling import Draws
 from quire.program.operations import Activation, Program
 
@@ -163,6 +164,7 @@ class ForwardPass(Protocol):
         batch: AttentionBatch,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and
         V of every token.
@@ -203,6 +205,21 @@ class Kernels(Protocol):
         """`activation(x @ gate.T) * (x @ up.T) -> [T, F]` in x's dtype, where weight [2 * F, K] is
         gate, then up (and so is its bias). The products are float32 throughout and the result is
         rounded once.
+        """
+        ...
+
+    def pack_adapter(self, weights: Mapping[int, LoraWeight], num_weights: int) -> PackedAdapter:
+        """Take an adapter of one dtype for a program of so many weights, some of which it changes,
+        by their numbers."""
+        ...
+
+    def add_lora(
+        self, y: Tensor, x: Tensor, adapters: StepAdapters, number: int, first_output: int = 0
+    ) -> None:
+        """Add to y [T, width], which holds what weight `number` gave for x [T, K] from column
+        `first_output` on, what each token's adapter adds to these columns: `LoraWeight`'s sums in
+        float32, rounded once with y. Parts that are not within the columns are left out. Rows
+        without an adapter are not touched.
         """
         ...
 

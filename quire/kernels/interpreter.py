@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels, Weights
+from quire.kernels.lora import StepAdapters
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -65,6 +66,8 @@ class StepTensors:
     wanted: WantedTokens | None = None
     is_narrow: bool = False
     """Whether those are the wanted tokens' rows alone."""
+    adapters: StepAdapters | None = None
+    """Of the rows that are computed; None where none of them uses one."""
 
     @property
     def positions(self) -> Tensor:
@@ -98,11 +101,12 @@ class Interpreter:
         batch: AttentionBatch,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """See `ForwardPass`."""
         wanted = None if num_wanted is None else wanted_tokens(num_wanted, batch)
-        whole = StepTensors(token_ids, positions, kv_caches, batch, wanted)
-        narrow = whole if wanted is None else replace(whole, batch=wanted.batch, is_narrow=True)
+        whole = StepTensors(token_ids, positions, kv_caches, batch, wanted, adapters=adapters)
+        narrow = whole if wanted is None else _narrowed(whole, wanted)
         values: dict[int, Any] = {}
         for operation, is_narrow, dying in self._whole if wanted is None else self._wanted:
             inputs = [values[index] for index in operation.inputs]
@@ -126,13 +130,14 @@ class Interpreter:
         Rows of heads are changed in place."""
         kernels, weights = self._kernels, self._weights
         match operation:
-            case ops.Linear(weight=index, columns=columns):
+            case ops.Linear(weight=index, columns=columns, is_adaptable=is_adaptable):
                 found = kernels.linear(x, weights.linears[index])
-                return (
-                    found
-                    if columns is None
-                    else found[:, columns.start : columns.stop].contiguous()
-                )
+                first = 0 if columns is None else columns.start
+                if columns is not None:
+                    found = found[:, first : columns.stop].contiguous()
+                if is_adaptable and step.adapters is not None:
+                    kernels.add_lora(found, x, step.adapters, index, first)
+                return found
             case ops.AddNorm(norm=norm) if norm.kind == "rms":
                 weight = weights.vectors[norm.weight]
                 return kernels.add_rms_norm(
@@ -140,7 +145,11 @@ class Interpreter:
                 )
             case ops.AddNorm(norm=norm):
                 return normed(kernels, weights, norm, total := x + y), total
-            case ops.GatedLinear(weight=index, activation=activation):
+            case ops.GatedLinear(weight=index, activation=activation, is_adaptable=is_adaptable):
+                if is_adaptable and step.adapters is not None:
+                    products = kernels.linear(x, weights.linears[index], out_dtype="float32")
+                    kernels.add_lora(products, x, step.adapters, index)
+                    return kernels.gated(products, activation).to(x.dtype)
                 return kernels.gated_linear(x, weights.linears[index], activation)
             case ops.PrepareHeads(parts=parts):
                 return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
@@ -198,6 +207,14 @@ class Interpreter:
             case ops.Scatter():
                 return x.index_copy(0, step.wanted_rows, y)
         raise NotImplementedError(f"the interpreter has no {type(operation).__name__}")
+
+
+def _narrowed(whole: StepTensors, wanted: WantedTokens) -> StepTensors:
+    """The wanted tokens' rows of a step."""
+    adapters = whole.adapters
+    if adapters is not None:
+        adapters = adapters._replace(of_token=adapters.of_token[wanted.rows])
+    return replace(whole, batch=wanted.batch, is_narrow=True, adapters=adapters)
 
 
 def _with_lifetimes(program: Program) -> list[tuple[ops.Operation, bool, tuple[int, ...]]]:

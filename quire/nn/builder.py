@@ -16,12 +16,14 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
+from quire.kernels.lora import AdapterRows
 from quire.models.declaration import DecoderSpec, LinearSpec, PositionBiasSpec, TensorSpec
 from quire.models.lowering import lower
 from quire.models.rope import RopeSpec
 from quire.nn.decoder import DecoderModel
 from quire.nn.position_bias import position_bias
 from quire.nn.rope import rope_table
+from quire.program.passes import make_adaptable
 from quire.quant.linears import FloatLinears, LinearLoader
 from quire.weights.source import WeightSource
 
@@ -36,13 +38,15 @@ def build_decoder(
     dtype: str,
     max_model_len: int,
     quantize: Callable[[FloatLinears], LinearLoader] = lambda floats: floats,
+    adapters: AdapterRows | None = None,
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
 
     `quantize` puts another way of loading projections around the plain one (see
     `quire.quant.linears`). `max_model_len` bounds the positions that can be computed, and settles
-    dynamic and long RoPE (see `quire.nn.rope`). Raises ConfigError for a dtype or length that
-    cannot work, CheckpointError for weights that cannot be read.
+    dynamic and long RoPE (see `quire.nn.rope`). With `adapters`, projections take what the
+    adapter of a row adds to them. Raises ConfigError for a dtype or length that cannot work,
+    CheckpointError for weights that cannot be read.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {' or '.join(COMPUTE_DTYPES)}")
@@ -52,18 +56,27 @@ def build_decoder(
             f"{spec.architecture} learned"
         )
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
-    return _Builder(quantize(floats), floats, max_model_len).decoder(spec)
+    return _Builder(quantize(floats), floats, max_model_len, adapters).decoder(spec)
 
 
 class _Builder:
-    def __init__(self, linears: LinearLoader, floats: FloatLinears, max_model_len: int) -> None:
+    def __init__(
+        self,
+        linears: LinearLoader,
+        floats: FloatLinears,
+        max_model_len: int,
+        adapters: AdapterRows | None,
+    ) -> None:
         self._linears = linears
         self._weights, self._kernels, self._dtype = floats.weights, floats.kernels, floats.dtype
         self._max_model_len = max_model_len
+        self._adapters = adapters
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec) -> DecoderModel:
         program, parameters = lower(spec)
+        if self._adapters is not None:
+            program = make_adaptable(program)
         if reasons := self._kernels.reasons_against(program):
             raise ConfigError(
                 f"the {self._kernels.name} kernels cannot run {spec.architecture}: "
@@ -80,7 +93,9 @@ class _Builder:
             max_model_len=self._max_model_len,
         )
         run = self._kernels.compile(program, weights)
-        return DecoderModel(spec, self._kernels, program, weights, run, self._num_bytes)
+        return DecoderModel(
+            spec, self._kernels, program, weights, run, self._num_bytes, self._adapters
+        )
 
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))

@@ -20,3 +20,5 @@ class StepContext:
     head size] in the compute dtype."""
     num_wanted: Tensor | None = None
     """Hidden states that are wanted, as `ForwardPass` takes it."""
+    rows: Sequence[int] | None = None
+    """The worker's row of each sequence; None where there is no worker."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels.interface import ForwardPass, Kernels, PackedLinear, Weights
 from quire.kernels.interpreter import normed
+from quire.kernels.lora import AdapterRows
 from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
@@ -32,6 +33,8 @@ class DecoderModel:
     """The program, as the back end runs it."""
     num_bytes: int
     """Memory that the weights take, tables of RoPE included."""
+    adapters: AdapterRows | None = None
+    """Who uses which adapter; None where the program takes none."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +54,12 @@ class DecoderModel:
         `weights.max_model_len`. Hidden states that `context.num_wanted` leaves out may be those of
         an earlier layer.
         """
-        return self.run(token_ids, positions, context.batch, context.kv_caches, context.num_wanted)
+        adapters = None
+        if self.adapters is not None and context.rows is not None:
+            adapters = self.adapters.of_step(context.rows, context.batch.query_start)
+        return self.run(
+            token_ids, positions, context.batch, context.kv_caches, context.num_wanted, adapters
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states [R, H] to float32 logits [R, V]."""

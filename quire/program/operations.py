@@ -86,6 +86,8 @@ class Linear(Operation):
 
     weight: int
     columns: range | None = None
+    is_adaptable: bool = False
+    """Rows that use an adapter get what it adds to these outputs, once they are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,9 @@ class GatedLinear(Operation):
 
     weight: int
     activation: Activation
+    is_adaptable: bool = False
+    """Rows that use an adapter get what it adds to both products, in float32,
+    before the activation."""
 
 
 @dataclass(frozen=True, slots=True)

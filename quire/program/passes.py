@@ -15,6 +15,15 @@ from quire.program.operations import Program
 Operations = tuple[ops.Operation, ...]
 
 
+def make_adaptable(program: Program) -> Program:
+    """Projections take what adapters add to them. The head, which is no operation, does not."""
+    operations = (
+        replace(each, is_adaptable=True) if isinstance(each, ops.Linear | ops.GatedLinear) else each
+        for each in program.operations
+    )
+    return replace(program, operations=tuple(operations))
+
+
 def fuse_add_norm(program: Program) -> Program:
     """Fuse each sum that is normalised at once into one operation."""
     fused: list[ops.Operation] = []

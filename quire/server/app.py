@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
 from quire.engine.front.client import Client
+from quire.server.api.adapters import AdapterRoutes, LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.api.anthropic.messages import (
     CountRequest,
     MessageRequest,
@@ -152,7 +153,10 @@ def _file_routes(files: Files, batches: Batches) -> list[ApiRoute]:
 
 def _operation_routes(api: Api) -> list[ApiRoute]:
     operations, inspector = Operations(api), Inspector(api)
+    adapters = AdapterRoutes(api.adapters, is_strict=api.config.strict_fields)
     return [
+        _post("/v1/load_lora_adapter", adapters.load, LoadAdapterRequest),
+        _post("/v1/unload_lora_adapter", adapters.unload, UnloadAdapterRequest),
         _get("/inspect/steps", inspector.steps, StepsQuery),
         _get("/inspect/blocks/{block}", inspector.block, BlockQuery),
         _get("/livez", operations.live),

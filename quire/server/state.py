@@ -13,12 +13,14 @@ from quire.core.params import ThinkTags, generation_defaults
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.client import Client
 from quire.engine.front.think_tags import tokens_of_tags
+from quire.server.api.adapters import AdapterGauge, ServedAdapters
 from quire.server.api.answer_format import AnswerFormat, ReasoningTags, is_json
 from quire.server.api.conversation import ChatPrompt, Conversation
 from quire.server.api.generation import Generator, Tracer
 from quire.server.api.prompt_encoder import PromptEncoder, read_template
 from quire.server.api.structure import Asked, asks_for_json, settle
 from quire.server.api.tools import Demand, Function, ToolUse, settle_tools
+from quire.server.http.call import Call
 from quire.server.http.errors import ApiError, unavailable_feature
 from quire.server.ops.metrics import Metrics
 from quire.server.quota.admission import AdmissionControl
@@ -54,6 +56,15 @@ class Api:
             client, self.admission, self.metrics, Bounds(config, info.vocab_size)
         )
         self.generator.tracer = tracer
+        self.adapters = ServedAdapters(client.adapter_store, config, self.model_names)
+        if client.adapter_store is not None:
+            in_flight = self.generator.adapted
+            gauge = AdapterGauge(
+                config.metrics_prefix,
+                info.max_loras,
+                lambda: [run.adapter_use for run in in_flight],
+            )
+            self.metrics.add(gauge)
         self.sampling_defaults = generation_defaults(info.generation_config)
         decisive = (
             f"{info.fingerprint} {sorted(self.sampling_defaults.items())} "
@@ -189,12 +200,25 @@ class Api:
         and of the template that makes its prompts."""
         return self._fingerprint
 
+    def fingerprint_of(self, call: Call) -> str:
+        """Return `fingerprint`, of the adapter as well that a request is answered with."""
+        if call.adapter is None:
+            return self._fingerprint
+        decisive = f"{self._fingerprint} {call.adapter.adapter.digest}".encode()
+        return f"fp_{hashlib.blake2b(decisive, digest_size=12).hexdigest()}"
+
+    def choose_model(self, call: Call, name: str | None) -> str:
+        """Do as `check_model`; the adapter that a name stands for is the call's from now on."""
+        name = self.check_model(name)
+        call.adapter = self.adapters.find(name)
+        return name
+
     def check_model(self, name: str | None) -> str:
         """Return the name to answer under. Raises ApiError 404 for a model that is not served
         here."""
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and self.adapters.find(name) is None:
             raise ApiError(
                 404,
                 f"the model {name[:128]!r} is not served here; /v1/models lists those that are",

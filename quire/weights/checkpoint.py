@@ -126,7 +126,7 @@ class SafetensorsCheckpoint(WeightSource):
             return None
         file, stored = self._stored[name]
         try:
-            values = _read_values(file, stored, stored.shape, stored.start)
+            values = read_stored(file, stored)
             self.check_unchanged(file)
         except OSError as error:
             raise CheckpointError(
@@ -294,6 +294,11 @@ def _read_columns(file: TensorFile, stored: StoredTensor, out: Tensor, first_col
             file, stored, (last - first, num_columns), stored.start + first * row_bytes
         )
         out[:, first:last].copy_(values[:, first_column : first_column + out.shape[0]].T)
+
+
+def read_stored(file: TensorFile, stored: StoredTensor) -> Tensor:
+    """A whole tensor of a file, as it is stored. Raises OSError."""
+    return _read_values(file, stored, stored.shape, stored.start)
 
 
 def _read_values(

@@ -32,6 +32,8 @@ class StepInputs:
     """Where each work's tokens begin, and the end: length work + 1."""
     num_wanted: Tensor | None = None
     """int32 [S], on the host: as `ForwardPass` takes it."""
+    rows: Sequence[int] | None = None
+    """Of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class StepArrays:
     num_wanted: NDArray[np.int32] | None = None
     """Of each sequence, how many of its last tokens' hidden states are wanted; None:
     all of them. Stays on the host."""
+    rows: tuple[int, ...] | None = None
+    """Of each sequence. Stays on the host."""
 
     @property
     def parts(self) -> tuple[NDArray[Any], ...]:
@@ -81,11 +85,8 @@ def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
         run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()
     )
     inputs = arrays.on_device(stage((*arrays.parts, *of_runs)))
-    return (
-        inputs
-        if arrays.num_wanted is None
-        else replace(inputs, num_wanted=torch.from_numpy(arrays.num_wanted))
-    )
+    wanted = None if arrays.num_wanted is None else torch.from_numpy(arrays.num_wanted)
+    return replace(inputs, num_wanted=wanted, rows=arrays.rows)
 
 
 def gather(
@@ -139,4 +140,5 @@ def gather(
         num_wanted=None
         if max_query_len == 1
         else np.array([item.num_wanted for item in work], np.int32),
+        rows=row_ids,
     )

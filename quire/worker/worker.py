@@ -86,7 +86,7 @@ class Worker:
         return self.graphs is not None and self.graphs.record_next()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        context = StepContext(inputs.batch, self.memory.caches, inputs.num_wanted)
+        context = StepContext(inputs.batch, self.memory.caches, inputs.num_wanted, inputs.rows)
         token_ids = (
             inputs.token_ids
             if self.last_tokens is None

@@ -4,6 +4,7 @@ and nothing heavy before it is needed."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -269,7 +270,23 @@ def test_flags_of_vllm_are_taken_and_not_listed(capsys: pytest.CaptureFixture[st
     ]
     assert main(["plan", "quire-storyteller", "--json", *flags]) == 0
     assert '"bfloat16"' in capsys.readouterr().out
-    assert main(["plan", "quire-storyteller", "--enable-lora"]) == 2
-    assert "enable_lora=True is not available in this version" in capsys.readouterr().err
+    assert main(["plan", "quire-storyteller", "--enable-eplb"]) == 2
+    assert "enable_eplb=True is not available in this version" in capsys.readouterr().err
     assert main(["plan", "--help"]) == 0
     assert "gpu-memory" not in capsys.readouterr().out
+
+
+def test_a_plan_has_room_for_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "32"]
+    assert main(["plan", "quire-storyteller", *flags]) == 0
+    assert "3 of rank 32" in capsys.readouterr().out
+    plans = []
+    for each in ([], flags):
+        assert main(["plan", "quire-storyteller", "--json", *each]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["memory"])
+    without, planned = plans
+    assert without["adapter_bytes"] == 0 < planned["adapter_bytes"]
+    parts = ("weight_bytes", "kv_bytes", "workspace_bytes", "adapter_bytes")
+    assert planned["total_bytes"] == sum(planned[part] for part in parts)
+    for refused in (["--max-cpu-loras", "1"], ["--max-lora-rank", "513"], ["--device", "cuda"]):
+        assert main(["plan", "quire-storyteller", *flags, *refused]) == 2

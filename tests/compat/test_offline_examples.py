@@ -431,8 +431,6 @@ Call = Callable[[LLM], object]
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda llm: llm.generate("x", lora_request=object()), "lora_request is not available"),
-        (lambda llm: llm.chat(CHAT, lora_request=[object()]), "lora_request is not available"),
         (
             lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}),
             "'multi_modal_data' is not available",
@@ -459,7 +457,6 @@ Call = Callable[[LLM], object]
             "structured_outputs are not available for beam",
         ),
         (lambda llm: llm.embed("a"), "was loaded to generate text"),
-        (lambda llm: LoRARequest("sql", 1, "folder"), "LoRARequest() is not available"),
         (
             lambda llm: ModelRegistry.register_model("x", object),
             "ModelRegistry.register_model() is not available",
@@ -469,7 +466,7 @@ Call = Callable[[LLM], object]
             lambda llm: LLM(MODEL, speculative_config={"method": "eagle3", "model": "x"}),
             "speculative_config: method 'eagle3' is not available",
         ),
-        (lambda llm: LLM(MODEL, enable_lora=True), "enable_lora=True is not available"),
+        (lambda llm: LLM(MODEL, default_mm_loras={"image": "x"}), "default_mm_loras"),
         (lambda llm: LLM(MODEL, enable_sleep_mode=True), "enable_sleep_mode=True is not available"),
         (
             lambda llm: LLM(MODEL, kv_transfer_config={"kv_role": "x"}),
@@ -553,3 +550,35 @@ def test_a_progress_bar_of_ones_own_is_called_as_tqdm_is(llm: LLM) -> None:
 
     llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=Bar)
     assert calls == [3, 1, 1, 1, "closed"]
+
+
+def test_adapters_are_named_as_other_engines_name_them(llm: LLM) -> None:
+    adapter = LoRARequest("sql", 1, "no-such-folder")
+    assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 1, "no-such-folder")
+    with pytest.raises(QuireError, match="enable_lora=True"):
+        llm.generate("x", lora_request=adapter)
+    with pytest.raises(QuireError, match="enable_lora=True"):
+        llm.chat(CHAT, lora_request=adapter)
+    with LLM(MODEL, enable_lora=True, max_loras=1, max_lora_rank=64, max_cpu_loras=2) as served:
+        with pytest.raises(QuireError, match="not the folder of an adapter"):
+            served.generate("x", lora_request=adapter)
+        with pytest.raises(QuireError, match="2 lora_requests for 1 prompts"):
+            served.generate(["x"], lora_request=[adapter, None])
+        with pytest.raises(QuireError, match="give a LoRARequest"):
+            served.generate("x", lora_request="sql")  # type: ignore[arg-type]
+        assert served.generate(["x"], lora_request=[None], use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", 1, "x"), "lora_name"),
+        (("sql", 0, "x"), "lora_int_id"),
+        (("sql", True, "x"), "lora_int_id"),
+        (("sql", 1, ""), "lora_path"),
+        (("sql", 1, "a\0b"), "lora_path"),
+    ],
+)
+def test_adapters_that_are_none_are_refused(arguments: tuple[str, int, str], message: str) -> None:
+    with pytest.raises(QuireError, match=message):
+        LoRARequest(*arguments)

@@ -142,6 +142,10 @@ class FakeClient(Client):
         )
 
     @property
+    def adapter_store(self) -> None:
+        """None."""
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_folder(resolve_model("quire-storyteller"))
@@ -155,8 +159,13 @@ class FakeClient(Client):
         return Digest(params, RequestSpec(sampling=params.to_row_sampling(seed=0)))
 
     def prepare(
-        self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        digest: Digest,
+        **standing: Any,
     ) -> PreparedRequest:
+        assert standing.pop("adapter", None) is None
         namespace = () if prompt.cache_salt is None else (prompt.cache_salt,)
         token_ids = tuple(prompt.token_ids)
         spec = replace(

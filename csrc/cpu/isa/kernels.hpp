@@ -25,6 +25,9 @@ void store_sums(const float *sums, const float *bias, const OutputBlock &out);
 void store_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
                  Activation activation, const OutputBlock &out);
 
+void lora_down(const LoraRows &task);
+void lora_up(const LoraRows &task);
+
 int64_t max_task_rows(const AttentionProblem &problem);
 int64_t attention_scratch(int64_t head_size);
 int64_t state_size(int64_t head_size);

@@ -18,6 +18,8 @@ const KernelTable table = {
     nullptr,  // end_gemms
     store_sums,
     store_gated,
+    lora_down,
+    lora_up,
     max_task_rows,
     attention_scratch,
     state_size,

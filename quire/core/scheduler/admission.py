@@ -16,7 +16,7 @@ from quire.core.plan import Record
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.preemption import Preemption, choose_victim
-from quire.core.scheduler.prerequisites import Prerequisite, WaitCondition
+from quire.core.scheduler.prerequisites import Prerequisite, Retained, WaitCondition
 from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 
@@ -62,6 +62,7 @@ class Admission:
         self.resources: tuple[Resource, ...] = (self.rows, blocks, *resources)
         self.turns = PrefixTurns(blocks)
         self.prerequisites = tuple(prerequisites)
+        self._retained = tuple(each for each in self.prerequisites if isinstance(each, Retained))
         self.parking: tuple[WaitCondition, ...] = (*self.prerequisites, self.turns)
         self.num_prefill_publications = 0
         """Chunks of prompts of which a block was published: what waits may now share it."""
@@ -146,6 +147,8 @@ class Admission:
         sequence.status = SequenceStatus.RUNNING
         sequence.len_at_admission = len(sequence.token_ids)
         insort(self.running, sequence, key=_by_rank)
+        for each in self._retained:
+            each.retain(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Take an unfinished sequence out of wherever it is, with everything it holds."""
@@ -154,6 +157,8 @@ class Admission:
             self.running.remove(sequence)
             for resource in reversed(self.resources):
                 resource.release(sequence)
+            for each in self._retained:
+                each.release(sequence)
         elif sequence.status is SequenceStatus.WAITING and sequence in self.waiting:
             self.waiting.remove(sequence)
         else:

@@ -10,7 +10,7 @@ behind it go first. It is the control plane's half of a feature; the other half 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.core.plan import Record
 from quire.core.request import Sequence
@@ -61,4 +61,18 @@ class Prerequisite(WaitCondition, Protocol):
 
         Called for every result, so that a deadline can end a wait: nothing may wait for ever.
         """
+        ...
+
+
+@runtime_checkable
+class Retained(Protocol):
+    """A prerequisite that must stay ready as long as sequences run that need it,
+    and so is told of these."""
+
+    def retain(self, sequence: Sequence) -> None:
+        """The sequence runs from now on."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """It runs no more."""
         ...

@@ -20,9 +20,11 @@ from quire.common.capabilities import FP8_CAPABILITY
 from quire.common.file_states import States, check_unchanged
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
+from quire.core.scheduler.adapters import LoadedAdapters
 from quire.core.scheduler.grammars import CompiledGrammars
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.speculation.methods import speculator_of
 from quire.core.step_cost import StepCostModel
 from quire.engine.assembly.model_files import ModelFiles, find_model
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from quire.grammar.backend import Vocabulary
     from quire.kernels.interface import Kernels
     from quire.kernels.selection import Selection
+    from quire.lora.table import AdapterTable
     from quire.nn.decoder import DecoderModel
     from quire.nn.pooler import Pooler
     from quire.quant.linears import FloatLinears, LinearLoader
@@ -60,9 +63,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREREQUISITES = (CompiledGrammars,)
-"""The control plane's halves of the features whose others `build_executor` gives
-to the worker as companions."""
+
+def prerequisites_of(plan: EnginePlan) -> tuple[Callable[[], Prerequisite], ...]:
+    """The control plane's halves of the features whose others `build_executor` gives
+    to the worker as companions."""
+    adapters = plan.adapters
+    if adapters is None:
+        return (CompiledGrammars,)
+    return (
+        CompiledGrammars,
+        partial(LoadedAdapters, adapters.max_active, adapters.max_loaded),
+    )
 
 
 class PlannedModel(NamedTuple):
@@ -193,7 +204,7 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
         generation_config=prepared.generation_config,
         eos_token_ids=prepared.eos_token_ids,
         model_config=prepared.planned.model_config,
-        prerequisites=PREREQUISITES,
+        prerequisites=prerequisites_of(prepared.planned.plan),
         pace=pace,
         cost_file=cost_file,
         look_ahead=look_ahead_of(planned, pace),
@@ -301,7 +312,8 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     selection = select(plan)
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
-    model, pooler = _load_model(planned, selection.kernels)
+    adapters = _adapter_table(plan, selection.kernels)
+    model, pooler = _load_model(planned, selection.kernels, adapters)
     limits = plan.limits
     num_scratch = int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
@@ -321,7 +333,8 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    worker = Worker(model, memory, rows, outlets, companions=(matchers,))
+    companions = (matchers,) if adapters is None else (matchers, adapters)
+    worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:
@@ -352,7 +365,20 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
         )
 
 
-def _load_model(planned: PlannedModel, kernels: Kernels) -> tuple[DecoderModel, Pooler | None]:
+def _adapter_table(plan: EnginePlan, kernels: Kernels) -> AdapterTable | None:
+    """Make the table of adapters, if any are served."""
+    if plan.adapters is None:
+        return None
+    from quire.lora.table import AdapterTable
+    from quire.lora.weights import AdapterLoader
+
+    loader = AdapterLoader(plan.spec, kernels, plan.dtype, plan.adapters.max_rank)
+    return AdapterTable(loader.load, plan.adapters.max_loaded)
+
+
+def _load_model(
+    planned: PlannedModel, kernels: Kernels, adapters: AdapterTable | None
+) -> tuple[DecoderModel, Pooler | None]:
     """Return the weights in memory, as planned, and what makes vectors, if anything does."""
     from quire.nn.builder import build_decoder
     from quire.nn.pooler import build_pooler
@@ -368,6 +394,7 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> tuple[DecoderModel, 
             dtype=plan.dtype,
             max_model_len=plan.limits.max_model_len,
             quantize=quantize,
+            adapters=adapters,
         )
 
         def source_of(dense: DenseSpec) -> WeightSource:

@@ -30,15 +30,6 @@ NO_SLEEP = "close() frees the memory, and making the LLM anew takes it again"
 NO_PROFILE = "profile the whole program (py-spy, perf), or measure with quire bench"
 NO_RPC = "there are no workers to call: the model runs in this process"
 NO_MODEL_CALL = "the model is a declaration and compiled kernels, not a module"
-NO_ADAPTERS = "merge the adapter into the weights and load those"
-
-
-def refuse_adapters(lora_request: object) -> None:
-    """Raises NotAvailableError where a request names an adapter; None, or a list of None,
-    names none."""
-    named = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    if any(each is not None for each in named):
-        raise NotAvailableError(f"lora_request is not available in this version; {NO_ADAPTERS}")
 
 
 def refuse_media(mm_processor_kwargs: object) -> None:
@@ -47,12 +38,6 @@ def refuse_media(mm_processor_kwargs: object) -> None:
         raise NotAvailableError(
             "mm_processor_kwargs is not available in this version; prompts are text or token ids"
         )
-
-
-class LoRARequest:
-    """An adapter."""
-
-    __init__ = absent("LoRARequest", NO_ADAPTERS)
 
 
 class ModelRegistry:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from quire.config.engine import EngineConfig
+from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.assembly.builder import build_engine
@@ -24,7 +25,6 @@ from quire.engine.front.absent import (
     NO_RPC,
     NO_SLEEP,
     absent,
-    refuse_adapters,
 )
 from quire.engine.front.digest import Digest
 from quire.engine.front.metrics import Metric, snapshot
@@ -36,6 +36,7 @@ from quire.engine.loop.engine import Engine
 from quire.engine.loop.engine_thread import EngineThread
 from quire.errors import InvalidParameterError
 from quire.grammar.judge import judge
+from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Digest | None = None,
         request_id: str | None = None,
         *,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -88,8 +89,8 @@ class AsyncLLM:
         prompts that are given it. Leaving the loop early aborts the request. Raises a RequestError
         if it cannot be served. `trace_headers` have no effect.
         """
-        refuse_adapters(lora_request)
         self._engine.refuse_nested_call()
+        adapter = await self._version_of(lora_request)
         params = sampling_params if sampling_params is not None else self._engine.default_params()
         if not isinstance(params, SamplingParams | Digest):
             raise InvalidParameterError(
@@ -110,7 +111,9 @@ class AsyncLLM:
         stream = Stream()
         self._link.begin(
             request_id,
-            lambda engine: engine.add_request(request_id, prompt, params, priority=priority),
+            lambda engine: engine.add_request(
+                request_id, prompt, params, adapter=adapter, priority=priority
+            ),
             stream,
         )
         is_finished = False
@@ -187,6 +190,12 @@ class AsyncLLM:
     def get_metrics(self) -> list[Metric]:
         """Return the engine's counters, under the names that vLLM gives them."""
         return snapshot(self._engine.scheduler, self.config.model)
+
+    async def _version_of(self, request: LoRARequest | None) -> Adapter | None:
+        """The adapter of a request; its files are read in another thread."""
+        if request is None:
+            return None
+        return await asyncio.to_thread(self._engine.adapters.version_of, request)
 
     async def _do(self, command: Callable[[Engine], _T]) -> _T:
         """Have the engine's thread do something between two steps;

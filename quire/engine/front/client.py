@@ -35,6 +35,7 @@ from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.engine.pooling.requests import PoolingRequests
 from quire.engine.process.messages import Inspect, InspectBlock, Inspected, InspectedBlock
 from quire.errors import EngineError, InvalidParameterError, UnavailableError
+from quire.lora.store import AdapterStore
 from quire.text.tokenizer import Tokenizer
 
 MAX_NUM_REQUESTS = 4096
@@ -76,6 +77,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv: dict[str, str] = {}
     """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are),
     `cache_dtype`, ..."""
+    max_loras: int = 0
+    """Adapters that running requests may use at once."""
     policy: str = "fcfs"
     """The order of service, as the operator named it."""
     fingerprint: str
@@ -159,6 +162,10 @@ class Client:
         self._tokenizer = prepared.tokenizer
         self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
         self._pooling = PoolingRequests(plan, prepared.tokenizer)
+        adapters = plan.adapters
+        self._adapter_store = (
+            None if adapters is None else AdapterStore(plan.spec, adapters.max_rank)
+        )
         self.link = link
         link.show = self._show
         self._streams: dict[str, _ClientStream] = {}
@@ -184,6 +191,11 @@ class Client:
     def pooling(self) -> PoolingRequests:
         """What the model makes of texts besides answers; it says so where that is nothing."""
         return self._pooling
+
+    @property
+    def adapter_store(self) -> AdapterStore | None:
+        """Return the versions of adapters; None where none are served."""
+        return self._adapter_store
 
     def digest(self, params: SamplingParams) -> Digest:
         """Read parameters once for any number of requests; they must not be changed afterwards.
@@ -274,6 +286,8 @@ class Client:
         """End everything at once: streams end with an error. Idempotent."""
         self._is_draining = self._is_closed = True
         await asyncio.get_running_loop().run_in_executor(None, self.link.close)
+        if self._adapter_store is not None:
+            self._adapter_store.close()
         await asyncio.sleep(0)  # what the link delivered last is taken in
         for stream in list(self._streams.values()):
             stream.fail(EngineError(SHUTTING_DOWN))
@@ -373,6 +387,7 @@ def model_info(prepared: PreparedModel) -> ModelInfo:
             "cache_dtype": plan.config.kv_cache_dtype,
             "enable_prefix_caching": str(plan.limits.enable_prefix_caching),
         },
+        max_loras=0 if plan.adapters is None else plan.adapters.max_active,
         policy=plan.limits.policy,
         fingerprint=fingerprint(plan, prepared.planned.files),
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.common.seeds import mix64
+from quire.core.adapters import Adapter
 from quire.core.kvcache.prefix import Namespace
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import ThinkingBudget
@@ -73,11 +74,13 @@ class RequestBuilder:
         digest: Digest,
         *,
         processors: tuple[str, ...] = (),
+        adapter: Adapter | None = None,
         **standing: Any,
     ) -> PreparedRequest:
         """Return a request for samples. Raises a RequestError.
 
         `processors` are the names of its logits processors, which only an executor can give;
+        `adapter` is what it is answered with besides the model;
         `standing` are fields of the spec that say how it is served beside others (`priority`,
         `tenant`, `weight`).
         """
@@ -98,9 +101,10 @@ class RequestBuilder:
                 seed=self._seed(params),
                 thinking=self._thinking(digest, prompt),
                 processors=processors,
+                adapter=adapter,
             ),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
-            namespace=_namespace(prompt),
+            namespace=_namespace(prompt, adapter),
             arrival_s=self._clock(),
             **standing,
         )
@@ -113,7 +117,13 @@ class RequestBuilder:
         return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
 
     def beam(
-        self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        params: BeamSearchParams,
+        *,
+        adapter: Adapter | None = None,
+        priority: int = 0,
     ) -> RequestSpec:
         """Return a beam search. Raises a RequestError."""
         params.check_vocabulary(self._plan.spec.vocab_size)
@@ -129,10 +139,10 @@ class RequestBuilder:
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            sampling=params.to_row_sampling(),
+            sampling=params.to_row_sampling()._replace(adapter=adapter),
             beam=settings,
             max_tokens=max_tokens,
-            namespace=_namespace(prompt),
+            namespace=_namespace(prompt, adapter),
             priority=priority,
             arrival_s=self._clock(),
         )
@@ -158,5 +168,6 @@ class RequestBuilder:
         return ThinkingBudget(budget, is_open, spelling)
 
 
-def _namespace(prompt: ParsedPrompt) -> Namespace:
-    return () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
+def _namespace(prompt: ParsedPrompt, adapter: Adapter | None) -> Namespace:
+    salt = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
+    return salt if adapter is None else (*salt, "adapter", adapter.digest)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
+from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress
+from quire.engine.front.adapters import RequestedAdapters
 from quire.engine.front.beam_output import BeamState, beam_output
 from quire.engine.front.digest import Digest
 from quire.engine.front.model_view import ModelView
@@ -75,6 +77,7 @@ class Engine(StepLoop):
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
         self.model = ModelView.of(plan, model_config or {})
+        self.adapters = RequestedAdapters(plan.spec, plan.adapters)
         self._outputs = OutputProcessor(tokenizer, self)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
@@ -114,19 +117,23 @@ class Engine(StepLoop):
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | Digest,
         *,
+        adapter: Adapter | None = None,
         priority: int = 0,
     ) -> None:
-        """Accept a request. Raises a RequestError, and changes nothing, if it cannot be served."""
+        """Accept a request, to be answered with an adapter where one is given. Raises a
+        RequestError, and changes nothing, if it cannot be served."""
         if self._is_closed:
             raise EngineError("the engine is closed")
         parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size)
         if isinstance(params, BeamSearchParams):
-            spec = self.request_builder.beam(request_id, parsed, params, priority=priority)
+            spec = self.request_builder.beam(
+                request_id, parsed, params, adapter=adapter, priority=priority
+            )
             self._beams[request_id] = BeamState(self.scheduler.add(spec), params, parsed.text)
         elif isinstance(params, SamplingParams):
-            self._add_sampling(request_id, parsed, self.digest(params), priority)
+            self._add_sampling(request_id, parsed, self.digest(params), adapter, priority)
         elif isinstance(params, Digest):
-            self._add_sampling(request_id, parsed, params, priority)
+            self._add_sampling(request_id, parsed, params, adapter, priority)
         else:
             raise InvalidParameterError(
                 f"the parameters are of type {type(params).__name__}; give SamplingParams or "
@@ -228,19 +235,30 @@ class Engine(StepLoop):
             for request_id in list(self.scheduler.requests):
                 self.abort(request_id)
             super().close()
+            self.adapters.close()
 
     # -- building requests
     # -------------------------------------------------------------------------------------------
 
     def _add_sampling(
-        self, request_id: str, prompt: ParsedPrompt, digest: Digest, priority: int
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        digest: Digest,
+        adapter: Adapter | None,
+        priority: int,
     ) -> None:
         names: list[str] = []
         try:
             for processor in digest.params.logits_processors or ():
                 names.append(self.executor.register_processor(self._noted(processor)))
             prepared = self.request_builder.sampling(
-                request_id, prompt, digest, processors=tuple(names), priority=priority
+                request_id,
+                prompt,
+                digest,
+                processors=tuple(names),
+                adapter=adapter,
+                priority=priority,
             )
             self.add(prepared)
         except BaseException:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import BeamSearchOutput
@@ -107,6 +108,7 @@ class Session:
         params: SamplingParams | BeamSearchParams | Digest,
         *,
         request_id: str | None = None,
+        adapter: Adapter | None = None,
         priority: int = 0,
     ) -> str:
         """Accept a request; returns its id, which is made up where none is given.
@@ -114,7 +116,7 @@ class Session:
         with self._shared.held() as engine:
             request_id = self._shared.enter(request_id, self)
             try:
-                engine.add_request(request_id, prompt, params, priority=priority)
+                engine.add_request(request_id, prompt, params, adapter=adapter, priority=priority)
             except BaseException:
                 if request_id not in self._open:
                     self._shared.forget(request_id, self)

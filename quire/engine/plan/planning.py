@@ -19,10 +19,11 @@ from quire.config.engine import EngineConfig
 from quire.config.limits import MAX_SCORED_ROWS, POLICIES, Policy, SchedulerLimits
 from quire.core.step_cost import UnitCosts
 from quire.engine.plan import attention
+from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
-from quire.models.declaration import DTYPE_BYTES, AttentionSpec, DecoderSpec, Mixer
+from quire.models.declaration import DTYPE_BYTES, AttentionSpec, DecoderSpec, Mixer, MlpSpec
 from quire.models.pooling import PoolingSpec
 from quire.quant.formats import WeightFormats
 
@@ -115,12 +116,19 @@ class EnginePlan:
     is_kv_populated: bool
     """Whether all of it is resident from the start."""
     workspace_bytes: int
+    adapters: AdapterPlan | None
+    """Room for adapters; None where none are served."""
     decisions: tuple[Decision, ...]
 
     @property
+    def adapter_bytes(self) -> int:
+        """Memory of adapters, at most."""
+        return 0 if self.adapters is None else self.adapters.num_bytes
+
+    @property
     def total_bytes(self) -> int:
-        """Memory at most: weights, KV cache, workspace."""
-        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+        """Memory at most: weights, KV cache, workspace, adapters."""
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes + self.adapter_bytes
 
 
 def resolve(
@@ -178,6 +186,9 @@ class _Resolver:
         workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
         if self.gpu is not None:
             workspace_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
+        adapters = self._adapters(dtype)
+        if adapters is not None:
+            workspace_bytes += _gate_bytes(spec)
         kv_format = self._kv_format(dtype)
         bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
         attention_module = self._attention(dtype, kv_format, block_size)
@@ -187,7 +198,8 @@ class _Resolver:
             # with the scratch block
             workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size
         kv_bytes = self._kv_bytes(
-            weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs
+            weight_bytes + workspace_bytes + (0 if adapters is None else adapters.num_bytes),
+            bytes_per_token * self._longest() * max_num_seqs,
         )
         num_blocks = self._num_blocks(kv_bytes, bytes_per_token * block_size, max_num_seqs)
         max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
@@ -214,6 +226,7 @@ class _Resolver:
             kv_bytes=num_blocks * block_size * bytes_per_token,
             is_kv_populated=self._is_kv_populated(),
             workspace_bytes=workspace_bytes,
+            adapters=adapters,
             decisions=tuple(self.decisions),
         )
 
@@ -290,6 +303,18 @@ class _Resolver:
             default, reason = 0.0, "without chunked prefill each prompt is computed in one step"
         self._note("target_step_ms", f"{default:g}" if default else "off", reason)
         return default / 1000.0 if default else None
+
+    def _adapters(self, dtype: str) -> AdapterPlan | None:
+        adapters = plan_adapters(self.config, self.spec, dtype)
+        if adapters is None:
+            return None
+        if self.gpu is not None:
+            raise ConfigError(
+                "enable_lora=True is for the CPU as yet: the GPU's kernels have no products for "
+                "adapters; leave it out, or take device='cpu'"
+            )
+        self._note("adapters", format_bytes(adapters.num_bytes), adapters.reason)
+        return adapters
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.decisions.append(Decision(name, str(value), reason))
@@ -586,6 +611,15 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
         * DTYPE_BYTES["float32"]
     )
     return _layer_bytes(spec, num_batched_tokens) + logits_bytes
+
+
+def _gate_bytes(spec: DecoderSpec) -> int:
+    """Products of gates in float32 that are kept for adapters (csrc/cpu/program.cpp):
+    8 MiB, or those of 128 tokens."""
+    gates = [
+        m.up.num_outputs for block in spec.blocks for m in block.mixers if isinstance(m, MlpSpec)
+    ]
+    return max(8 << 20, 128 * 2 * max(gates, default=0) * DTYPE_BYTES["float32"])
 
 
 def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:

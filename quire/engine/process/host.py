@@ -24,12 +24,12 @@ from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.builder import (
-    PREREQUISITES,
     begin_loading,
     build_executor,
     look_ahead_of,
     pace_of,
     plan_engine,
+    prerequisites_of,
 )
 from quire.engine.loop.step_loop import StepLoop, loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
@@ -185,7 +185,7 @@ def build_loop(config: EngineConfig) -> StepLoop:
         executor,
         time.monotonic,
         loop,
-        prerequisites=PREREQUISITES,
+        prerequisites=prerequisites_of(plan),
         pace=pace,
         cost_file=cost_file,
         look_ahead=look_ahead_of(planned, pace),

@@ -264,6 +264,41 @@ def sampling_score(*arguments: int) -> None:
 
 def sampling_noise(seed: int, position: int, num_tokens: int, out: int, /) -> None: ...
 
+# An adapter's weights by their numbers (csrc/cpu/lora.hpp). Keeps no memory alive.
+LORA_PANEL: int
+LORA_RANKS: int
+LORA_CHUNK: int
+
+class Adapter:
+    def __init__(self, dtype: int, num_weights: int, /) -> None: ...
+    def set_weight(
+        self,
+        number: int,
+        num_ranks: int,
+        num_inputs: int,
+        num_outputs: int,
+        down: int,
+        scales: int,
+        parts: list[tuple[int, int, int, int, int]],
+        /,
+    ) -> None:
+        """Parts: first output, outputs, first rank, rank, address of `up`."""
+
+def add_lora(
+    adapters: list[Adapter],
+    of_row: int,
+    weight: int,
+    x: int,
+    x_dtype: int,
+    num_rows: int,
+    num_inputs: int,
+    y: int,
+    y_dtype: int,
+    first_column: int,
+    num_columns: int,
+    /,
+) -> None: ...
+
 # What a program is made of (csrc/cpu/program.hpp). Nothing here keeps memory alive; 0 stands for an
 # address that is absent.
 class NormWeight:
@@ -310,6 +345,7 @@ class Operations:
         key_norm: NormWeight | None,
         weight: LinearWeight | None,
         first_output: int,
+        number: int,
         activation: int,
         heads: tuple[int, int, int],
         rope: int,
@@ -341,6 +377,8 @@ class Program:
         block_tables: int,
         table_stride: int,
         num_wanted: int,
+        adapters: list[Adapter],
+        of_token: int,
         out: int,
         /,
     ) -> None: ...

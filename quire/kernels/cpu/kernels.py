@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.cpu import attention, elementwise, linear, program
+from quire.kernels.cpu import attention, elementwise, linear, lora, program
 from quire.kernels.reference import elementwise as reference_elementwise
 
 
@@ -21,6 +21,8 @@ class CpuKernels:
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)
     gated_linear = staticmethod(linear.gated_linear)
+    pack_adapter = staticmethod(lora.pack_adapter)
+    add_lora = staticmethod(lora.add_lora)
     linear_argmax = staticmethod(linear.linear_argmax)
     linear_draws = staticmethod(linear.linear_draws)
     table_of = staticmethod(linear.table_of)

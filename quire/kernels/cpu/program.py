@@ -26,8 +26,10 @@ from quire.kernels.cpu.checks import (
 )
 from quire.kernels.cpu.elementwise import native_lookup
 from quire.kernels.cpu.linear import CpuLinear
+from quire.kernels.cpu.lora import native_adapters
 from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.interpreter import rounded
+from quire.kernels.lora import StepAdapters
 from quire.program import operations as ops
 from quire.program.arena import place_values
 from quire.program.operations import Program, activation_code
@@ -41,7 +43,7 @@ KINDS: dict[type[ops.Operation], int] = {
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
     "table": None, "of_positions": False, "factor": 1.0, "norm": None, "key_norm": None,
-    "weight": None, "first_output": 0, "activation": 0, "heads": (0, 0, 1), "rope": 0,
+    "weight": None, "first_output": 0, "number": -1, "activation": 0, "heads": (0, 0, 1), "rope": 0,
     "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0,
     "bias": 0, "bias_reach": 0,
 }  # fmt: skip
@@ -90,9 +92,11 @@ class NativeProgram:
         batch: AttentionBatch,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         self._attach(kv_caches)
         num_tokens = token_ids.numel()
+        of_adapters = ([], 0) if adapters is None else native_adapters(adapters, num_tokens)
         num_sequences = check_batch(batch)
         out = torch.empty((num_tokens, self._width), dtype=self._dtype)
         self._native.forward(
@@ -108,6 +112,7 @@ class NativeProgram:
             0
             if num_wanted is None
             else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
+            *of_adapters,
             out.data_ptr(),
         )
         return out
@@ -162,15 +167,17 @@ class _Writer:
                 return {"factor": rounded(factor, self._dtype)}
             case ops.Norm(norm=norm) | ops.AddNorm(norm=norm):
                 return {"norm": self._norm_weight(norm)}
-            case ops.Linear(weight=weight, columns=columns):
+            case ops.Linear(weight=weight, columns=columns, is_adaptable=is_adaptable):
                 return {
                     "weight": self._linear_weight(weight),
                     "first_output": 0 if columns is None else columns.start,
+                    "number": weight if is_adaptable else -1,
                 }
-            case ops.GatedLinear(weight=weight, activation=activation):
+            case ops.GatedLinear(weight=weight, activation=activation, is_adaptable=is_adaptable):
                 return {
                     "weight": self._linear_weight(weight),
                     "activation": activation_code(activation),
+                    "number": weight if is_adaptable else -1,
                 }
             case ops.Activate(activation=activation):
                 return {"activation": activation_code(activation)}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.interface import PackedLinear, Weights
 from quire.kernels.interpreter import Interpreter
-from quire.kernels.reference import attention, elementwise, linear
+from quire.kernels.reference import attention, elementwise, linear, lora
 from quire.kernels.sampling import Draws
 from quire.program.operations import Program
 from quire.program.passes import select_wanted
@@ -24,6 +24,8 @@ class ReferenceKernels:
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)
     gated_linear = staticmethod(linear.gated_linear)
+    pack_adapter = staticmethod(lora.pack_adapter)
+    add_lora = staticmethod(lora.add_lora)
     linear_argmax = staticmethod(linear.linear_argmax)
     table_of = staticmethod(linear.table_of)
     linear = staticmethod(linear.linear)

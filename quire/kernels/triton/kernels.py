@@ -3,10 +3,13 @@ Not run on a GPU yet."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from quire.common.capabilities import FP8_CAPABILITY
+from quire.errors import ConfigError
 from quire.kernels.interface import (
     AttentionBatch,
     EmbeddingTable,
@@ -14,6 +17,7 @@ from quire.kernels.interface import (
     QuantizedWeight,
     Weights,
 )
+from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.reference.attention import bidirectional_attention as reference_attention
 from quire.kernels.sampling import Draws
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
@@ -25,7 +29,11 @@ from quire.kernels.triton.program import TritonProgram
 from quire.kernels.triton.row_argmax import argmax_of_rows
 from quire.kernels.triton.tuning import Tuning, tuning_for
 from quire.kernels.triton.unfinished import PartialSums
+from quire.program import operations as ops
 from quire.program.operations import Activation, Program
+
+NO_ADAPTERS = "has no products for adapters yet; they run on the CPU (device='cpu')"
+"""Why programs that take adapters are refused."""
 
 
 class TritonKernels:
@@ -164,7 +172,21 @@ class TritonKernels:
 
     def reasons_against(self, program: Program) -> list[str]:
         """See `Kernels.reasons_against`: what is not fused is run operation by operation."""
-        return []
+        takes_adapters = any(
+            isinstance(each, ops.Linear | ops.GatedLinear) and each.is_adaptable
+            for each in program.operations
+        )
+        return [NO_ADAPTERS] if takes_adapters else []
+
+    def pack_adapter(self, weights: Mapping[int, LoraWeight], num_weights: int) -> PackedAdapter:
+        """Refused, as are programs that take adapters."""
+        raise ConfigError(NO_ADAPTERS)
+
+    def add_lora(
+        self, y: Tensor, x: Tensor, adapters: StepAdapters, number: int, first_output: int = 0
+    ) -> None:
+        """Refused, as are programs that take adapters."""
+        raise ConfigError(NO_ADAPTERS)
 
     def compile(self, program: Program, weights: Weights) -> TritonProgram:
         """See `program`."""

@@ -135,6 +135,8 @@ class Generator:
         self.admission = admission
         self.metrics = metrics
         self.tracer: Tracer | None = None
+        self.adapted: set[GenerationRun] = set()
+        """Runs of requests that use an adapter."""
         self._bounds = bounds
 
     async def answer(
@@ -176,6 +178,8 @@ class Generator:
         )
         call.is_admitted = True
         run = GenerationRun(self, call, jobs, ticket)
+        if call.adapter is not None:
+            self.adapted.add(run)
         try:
             num_tokens = 0
             for number, job in enumerate(jobs):
@@ -231,6 +235,12 @@ class GenerationRun:
         self._is_closed = False
 
     @property
+    def adapter_use(self) -> tuple[str, bool]:
+        """The name of its adapter, if any, and whether it has begun."""
+        adapter = self._call.adapter
+        return "" if adapter is None else adapter.name, self._ticket.has_started
+
+    @property
     def is_over(self) -> bool:
         """Whether every generation has ended and every output was taken."""
         return not self._items and not self._num_unfinished and self._failure is None
@@ -248,6 +258,7 @@ class GenerationRun:
             f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
             ParsedPrompt(job.prompt, job.prompt_token_ids, tenant.cache_salt(job.cache_salt)),
             (job.digest or digest).of(job.params),
+            adapter=None if self._call.adapter is None else self._call.adapter.adapter,
             priority=tenant.priority if job.priority is None else job.priority,
             tenant=tenant.name,
             weight=tenant.weight,
@@ -303,6 +314,7 @@ class GenerationRun:
         if self._is_closed:
             return
         self._is_closed = True
+        self._generator.adapted.discard(self)
         self._generator.admission.release(self._ticket)
         if self._alarm is not None:
             self._alarm.cancel()

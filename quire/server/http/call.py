@@ -9,17 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import Scope
 
+from quire.core.adapters import Adapter
 from quire.server.http.errors import bad_request
 from quire.server.quota.tenants import Tenant
 
 _SCOPE_KEY = "quire.call"
 _MAX_NAMES_CHARS = 1024
 _VISIBLE = "".join(map(chr, range(33, 127))).replace("%", "").replace(",", "").replace('"', "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """What the name of an adapter stood for when a request named it."""
+
+    name: str
+    folder: Path
+    """Never to be shown to a client."""
+    adapter: Adapter
+    created: int
 
 
 @dataclass(slots=True)
@@ -42,6 +55,8 @@ class Call:
     """Of a body that was decoded."""
     is_admitted: bool = False
     """Whether it has a place among the requests in flight."""
+    adapter: ServedAdapter | None = None
+    """What the request is answered with besides the model."""
     is_chat: bool = True
     """Whether the request is for a reply in a chat, not for the continuation of a text."""
 

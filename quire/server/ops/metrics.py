@@ -191,6 +191,10 @@ class Metrics:
         self._registry.register(_Histograms(prefix, model_name, self._histograms))
         self._registry.register(_Counts(prefix, model_name, self._counts))
 
+    def add(self, collector: Collector) -> None:
+        """Show what another component keeps, too."""
+        self._registry.register(collector)
+
     def exposition(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -136,7 +136,7 @@ class ChatCompletions:
         """Check everything and encode the prompt. Raises ApiError or a RequestError."""
         api = self._api
         started_s = time.monotonic()
-        model = api.check_model(body.model)
+        model = api.choose_model(call, body.model)
         _check(body)
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
@@ -174,7 +174,7 @@ class ChatCompletions:
         )
         prepare_s = time.monotonic() - started_s
         prepared = PreparedChat(
-            body, job, model, api.fingerprint, names, prepare_s, prompt.answer_format
+            body, job, model, api.fingerprint_of(call), names, prepare_s, prompt.answer_format
         )
         if body.request_id is not None:
             prepared.id = f"chatcmpl-{body.request_id}"

@@ -140,7 +140,7 @@ class Completions:
         """Check everything and encode the prompts. Raises ApiError or a RequestError."""
         api = self._api
         started_s = time.monotonic()
-        model = api.check_model(body.model)
+        model = api.choose_model(call, body.model)
         _check(body)
         check_num_logprobs("logprobs", body.logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
@@ -161,7 +161,9 @@ class Completions:
             shows_special=body.skip_special_tokens is False,
         )
         prepare_s = time.monotonic() - started_s
-        prepared = PreparedCompletion(body, jobs, texts, model, api.fingerprint, names, prepare_s)
+        prepared = PreparedCompletion(
+            body, jobs, texts, model, api.fingerprint_of(call), names, prepare_s
+        )
         if body.request_id is not None:
             prepared.id = f"cmpl-{body.request_id}"
         return prepared

@@ -19,8 +19,9 @@ class Models:
         self._api = api
 
     async def list(self, request: Request) -> Response:
-        """Return all names of the model."""
-        data = [self._entry(name) for name in self._api.model_names]
+        """Return all names of the model, and those of its adapters."""
+        names = (*self._api.model_names, *(each.name for each in self._api.adapters.all))
+        data = [self._entry(name) for name in names]
         return json_response(call_of(request), {"object": "list", "data": data})
 
     async def get(self, request: Request) -> Response:
@@ -29,12 +30,13 @@ class Models:
         return json_response(call_of(request), self._entry(name))
 
     def _entry(self, name: str) -> dict[str, Any]:
+        base, served = self._api.model_names[0], self._api.adapters.find(name)
         return {
             "id": name,
             "object": "model",
-            "created": self._api.created,
+            "created": self._api.created if served is None else served.created,
             "owned_by": "quire",
-            "root": self._api.model_names[0],
-            "parent": None,
+            "root": base if served is None else name,
+            "parent": None if served is None else base,
             "max_model_len": self._api.prompts.max_model_len,
         }

@@ -1,0 +1,45 @@
+"""Room for adapters, as an engine plans it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.common.numbers import format_bytes
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
+from quire.lora.config import MAX_RANK
+from quire.lora.layout import adapter_bytes
+from quire.models.declaration import DecoderSpec
+
+
+class AdapterPlan(NamedTuple):
+    """Room for adapters."""
+
+    max_active: int
+    """Used at once by running sequences."""
+    max_loaded: int
+    max_rank: int
+    num_bytes: int
+    """Of all that are loaded, if each changes every projection at the highest rank."""
+    reason: str
+
+
+def plan_adapters(config: EngineConfig, spec: DecoderSpec, dtype: str) -> AdapterPlan | None:
+    """Decide; None where none are served. Raises ConfigError for numbers that cannot work."""
+    if not config.enable_lora:
+        return None
+    if config.max_lora_rank > MAX_RANK:
+        raise ConfigError(
+            f"max_lora_rank={config.max_lora_rank} is too high: at most {MAX_RANK} are supported"
+        )
+    max_loaded = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
+    if max_loaded < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras={max_loaded} is below max_loras={config.max_loras}, which are in "
+            "memory while they are used; raise the first or lower the second"
+        )
+    bytes_each = adapter_bytes(spec, config.max_lora_rank, dtype)
+    reason = f"{max_loaded} of rank {config.max_lora_rank}, {format_bytes(bytes_each)} each"
+    return AdapterPlan(
+        config.max_loras, max_loaded, config.max_lora_rank, max_loaded * bytes_each, reason
+    )

@@ -1,0 +1,54 @@
+"""The words in which back ends are given adapters: what they add to projections, and to whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class LoraPart(NamedTuple):
+    """What an adapter adds to some neighbouring outputs of a weight: `up @ products`."""
+
+    first_output: int
+    first_rank: int
+    """Of the products, of which it takes as many as `up` has columns."""
+    up: Tensor
+    """[outputs, rank]"""
+
+
+class LoraWeight(NamedTuple):
+    """What an adapter adds to one projection [N, K] of a row x, in float32: each part's `up` times
+    its share of the products `scales * (down @ x)`."""
+
+    down: Tensor
+    """[R, K], the ranks of all parts"""
+    scales: Tensor
+    """float32 [R]"""
+    parts: tuple[LoraPart, ...]
+    num_outputs: int
+
+
+class PackedAdapter(Protocol):
+    """An adapter in the layout that a back end wants. Opaque to everyone else."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of one step, and which of its tokens use which."""
+
+    adapters: tuple[PackedAdapter, ...]
+    of_token: Tensor
+    """int32 [T] on the host: an index of `adapters`, or -1."""
+
+
+class AdapterRows(Protocol):
+    """Knows which adapter each row of the worker uses."""
+
+    def of_step(self, rows: Sequence[int], query_start: Tensor) -> StepAdapters | None:
+        """Look up the sequences in these rows, whose tokens begin at `query_start`, int32 [S + 1];
+        None where none of them uses an adapter."""
+        ...

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) of a model: their files, their weights, and which row uses which."""

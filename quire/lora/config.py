@@ -1,0 +1,151 @@
+"""What an adapter's `adapter_config.json` says, read strictly.
+
+Owns the keys: each is understood, known to change nothing at inference, or refused by its name, so
+that no adapter is served as another one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quire.common.small_files import read_object
+from quire.errors import CheckpointError
+
+CONFIG_NAME = "adapter_config.json"
+MAX_RANK = 512
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_PATTERNS = 10_000
+_MAX_SHOWN_CHARS = 80
+_HARMLESS_KEYS = """
+    peft_type task_type base_model_name_or_path revision inference_mode lora_dropout auto_mapping
+    fan_in_fan_out peft_version megatron_core qalora_group_size runtime_config eva_config
+    loftq_config layers_pattern
+"""
+"""Of training and bookkeeping."""
+_READ_KEYS = """
+    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules bias
+    layers_to_transform init_lora_weights
+"""
+_KNOWN = frozenset((_HARMLESS_KEYS + _READ_KEYS).split())
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "true", "false")
+"""Ways to begin training that leave the base model's weights as they are."""
+_PATTERN = re.compile(r"\^?[A-Za-z0-9_]+((\\?\.)[A-Za-z0-9_]+)*\$?", re.ASCII)
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The settings that an adapter's numbers depend on."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    """The scale is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), else alpha / rank."""
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    targets: tuple[str, ...] | None
+    """Names that its modules end with, all of which must be there; None where the config gives a
+    pattern, or leaves modules out."""
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter."""
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return what a module's adapter is multiplied by."""
+        alpha, rank = _matching(self.alpha_pattern, module, self.alpha), self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read an adapter's settings. Raises CheckpointError, with the key, for those not supported."""
+    path = folder / CONFIG_NAME
+    values = read_object(path, _MAX_CONFIG_BYTES)
+    return _Reader(path, values).config()
+
+
+class _Reader:
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self._path, self._values = path, values
+
+    def config(self) -> AdapterConfig:
+        values = self._values
+        if values.get("peft_type") != "LORA":
+            raise self._refusal("peft_type", '"LORA"')
+        if values.get("task_type") not in (None, "CAUSAL_LM"):
+            raise self._refusal("task_type", '"CAUSAL_LM"')
+        if values.get("bias") not in (None, "none"):
+            raise self._refusal("bias", '"none"')
+        if values.get("init_lora_weights") not in _PLAIN_STARTS:
+            raise self._refusal("init_lora_weights", "starts that leave the base model as it is")
+        for key, value in values.items():
+            is_off = value is None or value is False or value in ({}, [], "")
+            if key not in _KNOWN and not is_off:
+                raise self._refusal(key, "null, false or empty")
+        is_rank_stabilized = values.get("use_rslora") or False
+        if not isinstance(is_rank_stabilized, bool):
+            raise self._refusal("use_rslora", "true or false")
+        return AdapterConfig(
+            rank=self._rank("r", values.get("r")),
+            alpha=self._alpha("lora_alpha", values.get("lora_alpha", 8)),
+            is_rank_stabilized=is_rank_stabilized,
+            rank_pattern={
+                k: self._rank("rank_pattern", v) for k, v in self._pattern("rank_pattern")
+            },
+            alpha_pattern={
+                k: self._alpha("alpha_pattern", v) for k, v in self._pattern("alpha_pattern")
+            },
+            targets=self._targets(),
+        )
+
+    def _refusal(self, key: str, supported: str) -> CheckpointError:
+        shown = repr(self._values.get(key))[:_MAX_SHOWN_CHARS]
+        return CheckpointError(f"{self._path} has {key}={shown}; supported: {supported}")
+
+    def _rank(self, key: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
+            raise self._refusal(key, f"ranks from 1 to {MAX_RANK}")
+        return value
+
+    def _alpha(self, key: str, value: object) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or abs(value) > 1e6:  # type: ignore[arg-type]
+            raise self._refusal(key, "ordinary numbers")
+        return float(value)  # type: ignore[arg-type]
+
+    def _pattern(self, key: str) -> list[tuple[str, object]]:
+        """Read names of modules, or of their ends; regular expressions are refused."""
+        given = self._values.get(key) or {}
+        is_plain = isinstance(given, dict) and len(given) <= _MAX_PATTERNS
+        if not is_plain or not all(_PATTERN.fullmatch(each) for each in given):
+            raise self._refusal(key, "names of modules, or of their last parts")
+        return list(given.items())
+
+    def _targets(self) -> tuple[str, ...] | None:
+        given, values = self._values.get("target_modules"), self._values
+        if (
+            isinstance(given, str)
+            or values.get("exclude_modules")
+            or (values.get("layers_to_transform") is not None)
+        ):
+            return None
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise self._refusal("target_modules", "names of modules")
+        return tuple(given)
+
+
+def _matching(pattern: Mapping[str, _Number], module: str, default: _Number) -> _Number:
+    """Return the value of the first name that the module's is, or ends with, as PEFT does."""
+    for key, value in pattern.items():
+        name = key.replace("\\.", ".").removesuffix("$")
+        if module == name.removeprefix("^"):
+            return value
+        if not name.startswith("^") and module.endswith(f".{name}"):
+            return value
+    return default

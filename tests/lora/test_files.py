@@ -1,0 +1,204 @@
+"""An adapter's files: what is read of them, what is refused by name, and that versions stay as they were."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import write_adapter
+from safetensors.torch import load_file, save_file
+
+from quire.core.adapters import AdapterOrder
+from quire.errors import CheckpointError
+from quire.kernels.reference.kernels import ReferenceKernels
+from quire.lora.config import read_config
+from quire.lora.identity import content_digest
+from quire.lora.layout import adapter_bytes, check_adapter
+from quire.lora.store import AdapterStore
+from quire.lora.weights import AdapterLoader
+from quire.models.declaration import DecoderSpec
+
+LAYER = "base_model.model.model.layers.0"
+
+
+def _change_config(folder: Path, **values: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path) | changes
+    save_file({name: each for name, each in tensors.items() if each is not None}, path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, spec: DecoderSpec) -> Path:
+    return write_adapter(tmp_path / "adapter", spec)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_dora", True),
+        ("use_qalora", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("modules_to_save", ["lm_head"]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("trainable_token_indices", [1, 2]),
+        ("layer_replication", [[0, 2]]),
+        ("alora_invocation_tokens", [5, 6]),
+        ("megatron_config", {"a": 1}),
+        ("init_lora_weights", "pissa"),
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("r", 0),
+        ("r", 513),
+        ("lora_alpha", "many"),
+        ("use_rslora", "yes"),
+        ("alpha_pattern", {"(.*)+x": 3}),
+        ("rank_pattern", {"q_proj": 0}),
+        ("something_new", 7),
+    ],
+)
+def test_settings_that_would_change_the_numbers_are_refused_by_name(
+    folder: Path, spec: DecoderSpec, key: str, value: object
+) -> None:
+    check_adapter(folder, spec, 16)
+    _change_config(folder, **{key: value})
+    with pytest.raises(CheckpointError, match=key):
+        check_adapter(folder, spec, 16)
+
+
+def test_settings_of_training_are_taken(folder: Path, spec: DecoderSpec) -> None:
+    _change_config(
+        folder, lora_dropout=0.3, inference_mode=True, base_model_name_or_path="x", revision="main",
+        modules_to_save=None, use_dora=False, layers_pattern=None, loftq_config={}, peft_version="1",
+    )  # fmt: skip
+    check_adapter(folder, spec, 16)
+
+
+def test_scales_follow_the_patterns_and_rslora(tmp_path: Path, spec: DecoderSpec) -> None:
+    write_adapter(
+        tmp_path, spec, rank=4, use_rslora=True, rank_pattern={"^model.layers.0.mlp.up_proj": 9},
+        alpha_pattern={"mlp.up_proj": 6, "layers.1.self_attn.q_proj": 10},
+    )  # fmt: skip
+    config = read_config(tmp_path)
+    found = {
+        name: config.scale_of(f"model.layers.{name}")
+        for name in ("0.mlp.up_proj", "1.mlp.up_proj", "1.self_attn.q_proj", "0.self_attn.q_proj")
+    }
+    assert list(found.values()) == [6 / 3, 6 / 2, 10 / 2, 8 / 2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        f"{LAYER}.self_attn.q_proj.lora_magnitude_vector",
+        f"{LAYER}.mlp.gate.lora_A.weight",
+        "base_model.model.lm_head.weight",
+    ],
+)
+def test_tensors_that_belong_nowhere_are_refused_by_name(
+    folder: Path, spec: DecoderSpec, name: str
+) -> None:
+    _change_tensors(folder, {name: torch.ones(2, 2)})
+    with pytest.raises(CheckpointError, match=name.split(".")[-3] if "." in name else name):
+        check_adapter(folder, spec, 16)
+
+
+def test_missing_halves_shapes_and_modules_are_refused(tmp_path: Path, spec: DecoderSpec) -> None:
+    q_proj = f"{LAYER}.self_attn.q_proj"
+    cases: list[tuple[dict[str, torch.Tensor | None], str]] = [
+        ({f"{q_proj}.lora_B.weight": None}, "lora_A alone"),
+        ({f"{q_proj}.lora_B.weight": torch.ones(64, 9)}, r"expected \[8, 64\] and \[64, 8\]"),
+        ({f"{q_proj}.lora_A.weight": None, f"{q_proj}.lora_B.weight": None}, "no tensors for"),
+        ({f"{q_proj}.lora_A.weight": torch.ones(8, 64, dtype=torch.int32)}, "stored as I32"),
+    ]
+    for number, (changes, message) in enumerate(cases):
+        folder = write_adapter(tmp_path / str(number), spec)
+        _change_tensors(folder, changes)
+        with pytest.raises(CheckpointError, match=message):
+            check_adapter(folder, spec, 16)
+    folder = write_adapter(tmp_path / "targets", spec)
+    _change_config(folder, target_modules=["q_proj", "gate"])
+    with pytest.raises(CheckpointError, match="target_modules names 'gate'"):
+        check_adapter(folder, spec, 16)
+    with pytest.raises(CheckpointError, match="rank 8, and max_lora_rank is 4"):
+        check_adapter(write_adapter(tmp_path / "rank", spec), spec, 4)
+
+
+def test_folders_without_an_adapter_and_broken_files_are_refused(
+    folder: Path, spec: DecoderSpec, tmp_path: Path
+) -> None:
+    store = AdapterStore(spec, 16)
+    with pytest.raises(CheckpointError, match="not the folder of an adapter"):
+        store.version_of(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="not the folder of an adapter"):
+        store.version_of(Path("with\0nul"))
+    weights = folder / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for cut in (0, 7, 100, len(whole) - 1):
+        weights.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError):
+            store.version_of(folder)
+    weights.unlink()
+    (folder / "adapter_model.bin").write_bytes(whole)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        store.version_of(folder)
+    os.mkfifo(weights)
+    with pytest.raises(CheckpointError, match="regular"):
+        store.version_of(folder)
+    store.close()
+
+
+def test_a_version_stays_as_it_was_until_nobody_holds_it(folder: Path, spec: DecoderSpec) -> None:
+    store = AdapterStore(spec, 16)
+    first = store.version_of(folder)
+    assert store.version_of(folder) is first
+    write_adapter(folder, spec, seed=9)  # over the files of the first
+    second = store.version_of(folder)
+    assert second.digest != first.digest
+    assert content_digest(Path(first.folder)) == first.digest
+    assert content_digest(Path(second.folder)) == second.digest
+    left = Path(first.folder)
+    del first
+    gc.collect()
+    assert not left.exists()
+    store.forget(folder)
+    left = Path(second.folder)
+    del second
+    gc.collect()
+    assert not left.exists()
+    store.close()
+
+
+def test_equal_content_is_one_version_wherever_it_lies(
+    folder: Path, spec: DecoderSpec, tmp_path: Path
+) -> None:
+    store = AdapterStore(spec, 16)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert store.version_of(folder) is store.version_of(tmp_path / "copy")
+    store.close()
+
+
+def test_files_that_are_not_what_their_digest_says_are_not_loaded(
+    folder: Path, spec: DecoderSpec
+) -> None:
+    loader = AdapterLoader(spec, ReferenceKernels(), "float32", 16)
+    order = AdapterOrder(content_digest(folder), str(folder))
+    packed = loader.load(order)
+    assert 0 < packed.num_bytes <= adapter_bytes(spec, 8, "float32")
+    write_adapter(folder, spec, seed=3)
+    with pytest.raises(CheckpointError, match="no longer what they were"):
+        loader.load(order)
