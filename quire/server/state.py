@@ -119,8 +119,8 @@ class Api:
     async def tools(
         self, offered: tuple[Sequence[Function], Demand], asked: Sequence[Asked]
     ) -> ToolUse | None:
-        """Settle which of the offered tools may be called, beside the requested form of text answers.
-        Raises ApiError 400."""
+        """Settle which of the offered tools may be called, beside the requested form of text
+        answers. Raises ApiError 400."""
         functions, demand = offered
         has_form = asks_for_json(asked)
         return await settle_tools(functions, demand, self.tool_notation, has_form=has_form)
