@@ -80,6 +80,22 @@ inline int64_t expanded_bytes(const LinearWeight &weight) {
     return GROUP_WIDTH * (weight.has_int8_inputs ? weight.padded_inputs() : CHUNK * int64_t{sizeof(float)});
 }
 
+// ---- mixtures of experts (isa/experts.cpp) ----
+
+// From logits to experts: the largest few, which weigh their share of the softmax over all, or over those chosen.
+struct ExpertRouting {
+    int64_t num_experts, num_chosen;
+    bool is_normalised;
+};
+
+// What experts gave for some columns: float32 [places][width], and which of it belongs to a token, in the order of its choices.
+struct ExpertSums {
+    const float *data;
+    int64_t width, num_chosen;
+    const int32_t *places;  // [T][num_chosen]; below zero: nothing
+    const float *weights;   // [T][num_chosen]
+};
+
 // ---- attention (isa/attention.cpp, isa/attention_tile.cpp) ----
 
 constexpr int TILE = 64;       // key positions per step of the online softmax, aligned to absolute positions
@@ -224,6 +240,12 @@ struct KernelTable {
     // adapters: products of x with rows of `down`; what parts add to y
     void (*lora_down)(const LoraRows &task);
     void (*lora_up)(const LoraRows &task);
+    // mixtures of experts
+    // Tokens [first, last) of logits [T, E]; a row that is not finite gets weights that are not. `spare`: E floats
+    void (*choose_experts)(const ExpertRouting &routing, const float *logits, int64_t first, int64_t last, int64_t *ids,
+                           float *weights, float *spare);
+    // Tokens [first, last): weighed and added in the order of the choices, from zero; each operation rounds by itself
+    void (*combine_experts)(const ExpertSums &from, int64_t first, int64_t last, void *out, DType dtype, int64_t out_stride);
     // attention
     int64_t (*max_task_rows)(const AttentionProblem &problem);  // query rows (positions x heads of one KV head)
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
@@ -241,6 +263,8 @@ struct KernelTable {
     void (*layer_norm)(const struct NormRows &norm, int64_t first, int64_t last);
     void (*add)(const void *x, const void *y, void *out, DType dtype, int64_t first, int64_t last);  // elements
     void (*scale)(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last);
+    // x [T, width] times the sigmoid of gate [T, 1]
+    void (*gate_rows)(const void *x, const void *gate, void *out, DType dtype, int64_t width, int64_t first, int64_t last);
     bool (*is_finite)(const void *x, DType dtype, int64_t first, int64_t last);
     void (*activate)(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
     void (*gated)(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,

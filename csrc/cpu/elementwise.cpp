@@ -95,6 +95,24 @@ static void activate(uintptr_t x, uintptr_t out, int dtype, int activation, int6
     });
 }
 
+void gate_rows(const void *x, const void *gate, void *out, DType dtype, int64_t num_rows, int64_t width) {
+    const KernelTable &table = kernels();
+    over_rows(num_rows, width, [&](int64_t first, int64_t last) {
+        table.gate_rows(x, gate, out, dtype, width, first, last);
+    });
+}
+
+static void gate_rows_checked(uintptr_t x, uintptr_t gate, uintptr_t out, int dtype, int64_t num_rows, int64_t width) {
+    const Arguments args("gate_rows");
+    const DType type = args.dtype(dtype);
+    const Memory from = args.memory("x", x, type, {num_rows, width}), to = args.memory("out", out, type, {num_rows, width});
+    const Memory gates = args.memory("the gate", gate, type, {num_rows});
+    args.apart_or_same(to, from);
+    args.apart(to, gates);
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    gate_rows(from.as<const void>(), gates.as<const void>(), to.as<void>(), type, num_rows, width);
+}
+
 static void gated(uintptr_t gate_up, uintptr_t out, int dtype, int activation, int64_t num_rows, int64_t width) {
     const Arguments args("gated");
     const DType type = args.dtype(dtype);
@@ -209,6 +227,7 @@ static void bind_elementwise(nb::module_ &m) {
     m.def("layer_norm", &layer_norm, release());
     m.def("is_finite", &is_finite, release());
     m.def("activate", &activate, release());
+    m.def("gate_rows", &gate_rows_checked, release());
     m.def("gated", &gated, release());
     m.def("rope", &rope, release());
     nb::class_<Lookup>(m, "Lookup")

@@ -16,6 +16,9 @@ void over_rows(int64_t count, int64_t row_cost, Work work) {
     for (int part = 0; part < team; ++part) work(count * part / team, count * (part + 1) / team);
 }
 
+// out [T, width] = x * sigmoid(gate [T, 1]), rounded once; `out` may be x.
+void gate_rows(const void *x, const void *gate, void *out, DType dtype, int64_t num_rows, int64_t width);
+
 // std::invalid_argument for a position that a table of RoPE or of embeddings does not have.
 void check_positions(const int64_t *positions, int64_t count, int64_t num_positions);
 

@@ -7,57 +7,19 @@
 
 #include "bindings.hpp"
 #include "checks.hpp"
+#include "projection.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 #include "timing.hpp"
 
 namespace quire {
 
-constexpr int64_t BLOCK_ROWS = 128;  // so many whole tiles (of 3, 6, 14 or 16 rows) as fit
 constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so that scratch stays small
 // Of rows that are multiplied as matrices: half of the second-level cache, whose other half weights pass through.
 constexpr int64_t PASS_BYTES = 1 << 20;
-// Panels of a block of several tiles: as wide as the widest tile of many rows.
-constexpr int64_t TILE_PANELS = 2;
 // Outputs of that size are gone from the second-level caches before they are read, and a store of theirs that first reads
 // its line would wait for the memory (docs/lab/kernels-cpu.md).
 constexpr int64_t STREAMED_BYTES = 4 << 20;
-constexpr int64_t FEW_ITEMS = 16;  // so few for a thread are made a multiple of the threads: one more would be noticed
-
-struct Destination {
-    void *data;
-    DType dtype;
-    bool is_gated;
-    Activation activation;
-    bool is_streamed = false;  // `project` decides
-};
-
-// One projection of rows that are ready to be multiplied.
-struct Projection {
-    const KernelTable &table;
-    const LinearWeight &weight;
-    InputRows rows;
-    Destination out;
-
-    int64_t num_columns() const { return out.is_gated ? weight.num_outputs / 2 : weight.num_outputs; }
-    int64_t num_panels() const { return ceil_div(num_columns(), PANEL); }  // of `out`
-    bool has_matrices() const { return rows.depth > 0; }
-    // Tiles of matrices meet the gate and `up` in one go, where both begin with a panel.
-    bool is_fused() const { return has_matrices() && (!out.is_gated || num_columns() % PANEL == 0); }
-    // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
-    int64_t max_panels() const {
-        const int64_t most = is_fused() && out.is_gated ? GROUP_PANELS / 2 : GROUP_PANELS;
-        if (!has_matrices() && rows.num_tiles > 1) return TILE_PANELS;
-        return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : most;
-    }
-    int64_t block_tiles() const { return has_matrices() ? rows.num_tiles : BLOCK_ROWS / rows.tile_rows; }
-    int64_t work() const { return rows.num_rows * weight.num_outputs * weight.padded_inputs(); }
-};
-
-// Tiles x panels of `out`.
-struct Block {
-    int64_t first_tile, num_tiles, first_panel, num_panels;
-};
 
 // Sums of `num_panels` panels into `sums`.
 static void multiply(const Projection &task, const Block &block, int64_t first_panel, int64_t num_panels, float *sums,
@@ -66,14 +28,14 @@ static void multiply(const Projection &task, const Block &block, int64_t first_p
     task.table.gemm(task.weight, task.rows, gemm);
 }
 
-static void compute(const Projection &task, const Block &block) {
+void compute(const Projection &task, const Block &block) {
     const int64_t columns = task.num_columns(), first = block.first_panel * PANEL;
     const int64_t row = task.rows.first_row(block.first_tile), end = task.rows.first_row(block.first_tile + block.num_tiles);
     const int64_t num_sums = (end - row) * GROUP_WIDTH;
     float *memory = scratch(GEMM_BLOCK, 2 * num_sums + expanded_bytes(task.weight) / sizeof(float));
     float *up_sums = memory + num_sums, *expanded = up_sums + num_sums;
-    const OutputBlock out{offset(task.out.data, row * columns, task.out.dtype), task.out.dtype, columns, first,
-                          min64(block.num_panels * PANEL, columns - first), end - row};
+    const OutputBlock out{offset(task.out.data, row * task.out.stride, task.out.dtype), task.out.dtype, task.out.stride,
+                          first - task.out.first_column, min64(block.num_panels * PANEL, columns - first), end - row};
     const float *bias = task.weight.bias == nullptr ? nullptr : task.weight.bias + first;
     const float *up_bias = bias == nullptr ? nullptr : bias + columns;
     if (task.is_fused()) {
@@ -90,13 +52,11 @@ static void compute(const Projection &task, const Block &block) {
     task.table.store_gated(memory, up_sums + up % PANEL, bias, up_bias, task.out.activation, out);
 }
 
-// Even shares of whole items: item `index` of `parts` begins here.
-static int64_t share(int64_t count, int64_t parts, int64_t index) { return count * index / parts; }
-
 // Blocks of the same panels are neighbours, so that a thread has them from its cache.
 static void multiply_all(const Projection &task) {
-    const int team = team_size(task.work());
-    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, task.block_tiles());
+    const int team = team_size(task.rows.num_rows * task.weight.num_outputs * task.weight.padded_inputs());
+    const int64_t block_tiles = task.has_matrices() ? task.rows.num_tiles : BLOCK_ROWS / task.rows.tile_rows;
+    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, block_tiles);
     int64_t groups = ceil_div(panels, task.max_panels());
     if (groups * row_blocks < FEW_ITEMS * team) groups = min64(panels, round_up(groups, team));
     Shares shares(groups * row_blocks, team);
@@ -112,8 +72,7 @@ static void multiply_all(const Projection &task) {
     }
 }
 
-// The form in which so many rows are multiplied; they are not there yet.
-static InputRows form_of(const KernelTable &table, const LinearWeight &weight, DType dtype, int64_t num_rows) {
+InputRows form_of(const KernelTable &table, const LinearWeight &weight, DType dtype, int64_t num_rows) {
     const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
     const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
     const int depth = table.matrix_depth == nullptr ? 0 : table.matrix_depth(weight, is_bf16, num_rows);
@@ -124,15 +83,17 @@ static InputRows form_of(const KernelTable &table, const LinearWeight &weight, D
             is_bf16, nullptr, nullptr, num_rows, num_tiles, num_rows / num_tiles, num_rows % num_tiles};
 }
 
+bool is_in_form(const InputRows &form, const LinearWeight &weight, DType dtype) {
+    const bool is_own_dtype = !weight.has_int8_inputs && dtype == (form.is_bf16 ? DType::bf16 : DType::f32);
+    return form.num_rows == 1 && is_own_dtype && form.row_words * int64_t{sizeof(float)} == weight.num_inputs * size_of(dtype);
+}
+
 // Rows in the form that is multiplied: x itself where it is that already.
 static InputRows convert(const KernelTable &table, const LinearWeight &weight, const void *x, DType dtype,
                          int64_t num_rows) {
     InputRows rows = form_of(table, weight, dtype, num_rows);
-    const bool is_own_dtype = !weight.has_int8_inputs && dtype == (rows.is_bf16 ? DType::bf16 : DType::f32);
     rows.data = x;
-    if (num_rows == 1 && is_own_dtype && rows.row_words * int64_t{sizeof(float)} == weight.num_inputs * size_of(dtype)) {
-        return rows;
-    }
+    if (is_in_form(rows, weight, dtype)) return rows;
     rows.data = scratch(INPUT_ROWS, rows.num_tiles * rows.tile_rows * rows.row_words);
     if (weight.has_int8_inputs) {
         float *scales = scratch(INPUT_SCALES, num_rows * (1 + weight.num_groups()));
@@ -177,12 +138,12 @@ static void project(const LinearWeight &weight, const void *x, DType x_dtype, in
 }
 
 void linear(const LinearWeight &weight, const void *x, DType x_dtype, int64_t num_rows, void *out, DType out_dtype) {
-    project(weight, x, x_dtype, num_rows, Destination{out, out_dtype, false, Activation::silu});
+    project(weight, x, x_dtype, num_rows, Destination{out, out_dtype, weight.num_outputs, false, Activation::silu});
 }
 
 void linear_gated(const LinearWeight &weight, Activation activation, const void *x, DType x_dtype, int64_t num_rows,
                   void *out, DType out_dtype) {
-    project(weight, x, x_dtype, num_rows, Destination{out, out_dtype, true, activation});
+    project(weight, x, x_dtype, num_rows, Destination{out, out_dtype, weight.num_outputs / 2, true, activation});
 }
 
 // x and `out` of a projection, checked.

@@ -138,6 +138,8 @@ void Pass::run(const Operation &operation) const {
             return gate(operation);
         case Kind::attend:
             return attend(operation);
+        case Kind::experts:
+            return mix_experts(operation.layer, operation.routing, operation.router, x, dtype_, num_tokens(), out);
         default:
             break;
     }
@@ -163,6 +165,8 @@ void Pass::run(const Operation &operation) const {
             return prepare_heads(operation);
         case Kind::select:
             return select(operation);
+        case Kind::gate_rows:
+            return gate_rows(x, y, out, dtype_, num_tokens(), width);
         default:
             return scatter(operation);
     }

@@ -12,6 +12,7 @@
 
 #include "attention.hpp"
 #include "elementwise.hpp"
+#include "experts.hpp"
 #include "linear.hpp"
 #include "lora.hpp"
 
@@ -43,7 +44,9 @@ struct Heads {
     int64_t width() const { return query_width() + 2 * key_width(); }
 };
 
-enum class Kind : int { embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter };
+enum class Kind : int {
+    embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows
+};
 
 // One operation, and of the fields those that its kind has.
 struct Operation {
@@ -63,6 +66,9 @@ struct Operation {
     Activation activation;   // gated_linear, activate
     int64_t number;          // linear, gated_linear: by which adapters know the weight, or NO_ADAPTERS
     int64_t first_output;    // linear: of the weight, at the first column
+    ExpertLayer layer;       // experts
+    LinearWeight router;
+    ExpertRouting routing;
     // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries
     Heads heads;
     const float *rope;  // [positions, 2, rope_half]; null: none

@@ -15,8 +15,8 @@ using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
 constexpr int64_t MAX_WEIGHTS = 1 << 20;
-constexpr int NUM_KINDS = 11;
-constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2};  // norm: or 2, with as many outputs
+constexpr int NUM_KINDS = 13;
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2};  // norm: or 2, with as many outputs
 
 // The operations of one list, and the room that their values take.
 struct Operations {
@@ -81,6 +81,12 @@ static bool do_values_fit(const Operation &each) {
         case Kind::scatter:
             return each.x.width == each.out.width && each.y.width == each.out.width && are_apart(each.x, each.out) &&
                    are_apart(each.y, each.out);
+        case Kind::experts:
+            return each.layer.hidden() == each.x.width && each.x.width == each.out.width && are_apart(each.x, each.out) &&
+                   are_whole(each.layer) && each.router.num_inputs == each.x.width &&
+                   each.router.num_outputs == each.layer.num_experts && each.routing.num_experts == each.layer.num_experts;
+        case Kind::gate_rows:
+            return are_elementwise(each.x, each.out) && each.y.width == 1 && are_apart(each.y, each.out);
         default:  // scale, activate, select
             return are_elementwise(each.x, each.out);
     }
@@ -110,7 +116,8 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
                           const std::vector<Place> &outputs, const Lookup *table, bool of_positions, float factor,
                           const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
                           int64_t number, int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
-                          float scale, float soft_cap, int64_t window, uintptr_t bias, int64_t bias_reach) {
+                          float scale, float soft_cap, int64_t window, uintptr_t bias, int64_t bias_reach,
+                          const LinearWeight *down, const LinearWeight *router, int64_t num_chosen, bool is_normalised) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
     const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
@@ -145,6 +152,14 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.number = args.between(Operation::NO_ADAPTERS, MAX_WEIGHTS, "the number of the weight", number);
     each.first_output = args.count("the first output", first_output);
     each.activation = args.activation(activation);
+    if (each.kind == Kind::experts) {
+        args.require(weight != nullptr && down != nullptr && router != nullptr, "no weights of experts");
+        for (const LinearWeight *held : {weight, down, router}) check_attached("Operations.add", *held);
+        each.layer = {*weight, *down, router->num_outputs, each.activation};
+        each.router = *router;
+        args.between(1, router->num_outputs, "the number of chosen experts", num_chosen);
+        each.routing = {router->num_outputs, num_chosen, is_normalised};
+    }
     each.heads = {heads[0], heads[1], heads[2]};
     each.rope = args.array<const float>("rope", rope, {rope == 0 ? 0 : 1, 2, rope_half});
     each.rope_half = rope_half;
@@ -218,7 +233,8 @@ static void bind_program(nb::module_ &m) {
         .def("__init__", &init_operations, "dtype"_a, "width"_a)
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
-             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "bias"_a, "bias_reach"_a);
+             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "bias"_a, "bias_reach"_a,
+             "down"_a.none(), "router"_a.none(), "num_chosen"_a, "is_normalised"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
         .def("set_caches", &Program::set_caches, "caches"_a)

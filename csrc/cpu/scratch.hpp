@@ -18,7 +18,10 @@ enum ScratchSlot : int {
     LOGITS = 5,
     LORA_PRODUCTS = 6,
     GATE_PRODUCTS = 7,
-    NUM_SLOTS = 8
+    ROUTING = 8,
+    EXPERT_ROWS = 9,
+    EXPERT_SUMS = 10,
+    NUM_SLOTS = 11
 };
 
 }  // namespace quire

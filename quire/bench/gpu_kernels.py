@@ -316,22 +316,22 @@ def _experts(kernels: TritonKernels, num_tokens: int) -> Case:
     Bytes are those of the experts that occur."""
     import torch
 
-    from quire.kernels.triton.experts import TritonExperts
+    from quire.program.operations import Routing
 
     num_experts, count, hidden, inner = 64, 6, 2048, 1408
-    experts, device = TritonExperts(kernels.device, kernels.tuning), kernels.device
-    up = torch.randn(num_experts, 2 * inner, hidden, device=device, dtype=torch.bfloat16)
-    down = torch.randn(num_experts, hidden, inner, device=device, dtype=torch.bfloat16)
-    packed = experts.pack_experts(up, down)
-    choice = experts.choose(
-        torch.randn(num_tokens, num_experts, device=device), count, is_normalised=True
+    shapes = ((num_experts * 2 * inner, hidden), (num_experts * hidden, inner))
+    up, down = (
+        kernels.pack_linear(torch.randn(shape, device=kernels.device, dtype=torch.bfloat16))
+        for shape in shapes
     )
-    x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
+    logits = torch.randn(num_tokens, num_experts, device=kernels.device)
+    choice = kernels.choose_experts(logits, Routing(num_experts, count, is_normalised=True))
+    x = torch.randn(num_tokens, hidden, device=kernels.device, dtype=torch.bfloat16)
     share = choice.ids.unique().numel() / num_experts  # type: ignore[no-untyped-call]
     return Case(
         f"experts, {num_tokens} tokens",
-        lambda: experts.apply(x, packed, choice, "silu"),
-        int(packed.num_bytes * share) + 2 * x.nbytes,
+        lambda: kernels.apply_experts(x, up, down, choice, "silu"),
+        int((up.num_bytes + down.num_bytes) * share) + 2 * x.nbytes,
         2 * num_tokens * count * 3 * hidden * inner,
     )
 

@@ -1,70 +1,45 @@
-"""The seam of mixtures of experts: which experts a token goes to, and what they make of it, as one
-protocol on tensors.
-
-A back end (`reference.experts`, `triton.experts`) implements `ExpertKernels`. Apart from `Kernels`,
-as few models need it. The contract is the same: a token's result is computed by the same sequence
-of floating-point operations whatever other tokens are in the call, and however its experts are
-shared with them.
-
-Shapes: T tokens, E experts, k choices of a token, H hidden, F an expert's inner width.
-"""
+"""What every back end checks of a mixture of experts: see `Kernels.choose_experts` and
+`apply_experts`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
+import torch
 from torch import Tensor
 
-from quire.program.operations import Activation
+from quire.kernels.interface import ExpertChoice, PackedLinear
+from quire.program.operations import Routing
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertChoice:
-    """Which experts compute each token, and what each counts."""
-
-    ids: Tensor
-    """int64 [T, k], different ones in a row. One outside 0 ... E - 1 counts nothing,
-    as an expert that is held elsewhere."""
-    weights: Tensor
-    """float32 [T, k]"""
-
-
-class PackedExperts(Protocol):
-    """The weights of all experts of a layer, in a back end's layout."""
-
-    num_experts: int
-
-    @property
-    def num_bytes(self) -> int: ...
+def check_choice(logits: Tensor, routing: Routing) -> None:
+    """Raise ValueError unless experts can be chosen by float32 logits [T, E]."""
+    fits = logits.dim() == 2 and logits.shape[1] == routing.num_experts
+    if logits.dtype != torch.float32 or not fits or not 1 <= routing.num_chosen <= logits.shape[1]:
+        raise ValueError(
+            f"cannot choose {routing.num_chosen} of {routing.num_experts} experts by logits "
+            f"{logits.dtype} {list(logits.shape)}"
+        )
 
 
-class ExpertKernels(Protocol):
-    """One back end."""
-
-    name: str
-
-    def pack_experts(self, up: Tensor, down: Tensor) -> PackedExperts:
-        """Take weights up [E, 2 * F, H], gate first, and down [E, H, F], in one dtype."""
-        ...
-
-    def choose(self, logits: Tensor, count: int, *, is_normalised: bool) -> ExpertChoice:
-        """Return the `count` largest of each row of float32 logits [T, E], larger first, the lowest
-        id first among equals.
-
-        They weigh their share of the softmax over all E or, with `is_normalised`, over those
-        chosen. A row that holds a number that is not finite gives weights that are not.
-        """
-        ...
-
-    def apply(
-        self, x: Tensor, experts: PackedExperts, choice: ExpertChoice, activation: Activation
-    ) -> Tensor:
-        """`sum over j of weights[t, j] * down(activation(gate(x[t])) *
-        up(x[t]))`, [T, H], in x's dtype.
-
-        The gated product is rounded to x's dtype, as `Kernels.gated_linear` does; the products of
-        `down` are float32, and are weighed and added in the order of j, each multiplication and
-        addition rounded by itself, from zero.
-        """
-        ...
+def count_experts(x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice) -> int:
+    """Count the experts that two weights stack; ValueError or TypeError unless all fits."""
+    hidden, inner = up.num_inputs, down.num_inputs
+    count, rest = divmod(up.num_outputs, 2 * inner)
+    if rest or count * hidden != down.num_outputs:
+        raise ValueError(
+            f"expected experts up [E * 2 * F, H] and down [E * H, F], got [{up.num_outputs}, "
+            f"{hidden}] and [{down.num_outputs}, {inner}]"
+        )
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"experts: x is {list(x.shape)}; expected [T, {hidden}]")
+    ids, weights = choice.ids, choice.weights
+    if ids.dtype != torch.int64 or weights.dtype != torch.float32:
+        raise TypeError(
+            f"experts: expected int64 ids and float32 weights, got {ids.dtype} and {weights.dtype}"
+        )
+    fits = ids.dim() == 2 and ids.shape[0] == x.shape[0] and weights.shape == ids.shape
+    if not fits or not ids.is_contiguous() or not weights.is_contiguous():
+        raise ValueError(
+            f"experts: expected ids and weights [T, k], got {list(ids.shape)} and "
+            f"{list(weights.shape)}"
+        )
+    return count

@@ -9,7 +9,7 @@ and at any number of threads. Accumulation is float32 for bfloat16 and float32 i
 rounded once to the output dtype.
 
 Shapes: T tokens in the step, S sequences, H hidden, N outputs, K inputs, D head size, B blocks, P
-positions.
+positions, E experts of a layer, k of them for a token, F their inner width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.sampling import Draws
-from quire.program.operations import Activation, Program
+from quire.program.operations import Activation, Program, Routing
 
 InputFormat = Literal["int8", "fp8", "float"]
 """What the inputs of a quantized weight are multiplied as."""
@@ -84,6 +84,17 @@ class QuantizedWeight:
     def is_fp8(self) -> bool:
         """Whether the values are e4m3 numbers."""
         return self.values.dtype is torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """Which experts compute each token, and what each counts."""
+
+    ids: Tensor
+    """int64 [T, k], different ones in a row. One outside 0 ... E - 1 counts nothing, as an expert
+    that is held elsewhere."""
+    weights: Tensor
+    """float32 [T, k]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +294,38 @@ class Kernels(Protocol):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """`activation(gate) * up` where gate_up is [T, 2 * F], gate first -> [T, F]."""
+        ...
+
+    def choose_experts(self, logits: Tensor, routing: Routing) -> ExpertChoice:
+        """Choose the largest of each row of float32 logits [T, E], larger first, the lowest id
+        first among equals.
+
+        They weigh their share of the softmax over all E or over those chosen, as `routing` says. A
+        row that holds a number that is not finite gives weights that are not.
+        """
+        ...
+
+    def apply_experts(
+        self,
+        x: Tensor,
+        up: PackedLinear,
+        down: PackedLinear,
+        choice: ExpertChoice,
+        activation: Activation,
+    ) -> Tensor:
+        """Return `sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t]))`, [T, H],
+        in x's dtype.
+
+        The weights stack all experts: up [E * 2 * F, H], each expert's gate first, and down
+        [E * H, F], packed by `Kernels.pack_linear` or `pack_quantized`. Each expert's products are
+        those of `Kernels.gated_linear`, rounded to x's dtype, and of `Kernels.linear` in float32;
+        these are weighed and added in the order of j, each multiplication and addition rounded by
+        itself, from zero.
+        """
+        ...
+
+    def gate_rows(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply x [T, H] by the sigmoid of gate [T, 1], rounded once."""
         ...
 
     def rope(

@@ -174,6 +174,16 @@ class Interpreter:
                     *split_heads(x, heads), step.batch, scale=scale, window=window, bias=table
                 )
                 return attended.flatten(1)
+            case ops.Experts(
+                router=router, up=up, down=down, routing=routing, activation=activation
+            ):
+                logits = kernels.linear(x, weights.linears[router], out_dtype="float32")
+                choice = kernels.choose_experts(logits, routing)
+                return kernels.apply_experts(
+                    x, weights.linears[up], weights.linears[down], choice, activation
+                )
+            case ops.GateRows():
+                return kernels.gate_rows(x, y)
             case ops.Add():
                 return x + y
             case ops.Norm(norm=norm):

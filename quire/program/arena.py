@@ -21,6 +21,7 @@ ELEMENTWISE = (
     ops.Activate,
     ops.HeadOperation,
     ops.Select,
+    ops.GateRows,
 )
 """Operations whose outputs may take the place of the inputs of the same index,
 if these are not read afterwards."""

@@ -103,6 +103,38 @@ class GatedLinear(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen by logits: the largest, the lowest id first among equals."""
+
+    num_experts: int
+    num_chosen: int
+    is_normalised: bool
+    """An expert weighs its share of the softmax over those chosen, not over all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(Operation):
+    """The sum of what the chosen experts make of each row, in the order of the choices.
+
+    `router` gives the logits. An expert is a gated MLP; in the weights `up`, which has each one's
+    gate before its other outputs, and `down`, experts follow one another.
+    """
+
+    router: int
+    up: int
+    down: int
+    inner: int
+    """Width of an expert's activation."""
+    routing: Routing
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class GateRows(Operation):
+    """Multiplies each row of the first input by the sigmoid of the second one's only column."""
+
+
+@dataclass(frozen=True, slots=True)
 class Activate(Operation):
     """Applies an activation to each element."""
 

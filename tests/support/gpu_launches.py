@@ -22,12 +22,19 @@ from quire.kernels.kv_cache import empty_cache
 from quire.kernels.sampling import Filters, Keys, Penalties, ScaledRows, Thresholds
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cache import enter
-from quire.kernels.triton.experts import TritonExperts
 from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.triton.linear import ProductOptions
 from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.triton.tuning import FOLDER, Tuning
-from quire.program.operations import Heads, NormHeads, NormWeights, PrepareHeads, Rope, WriteKV
+from quire.program.operations import (
+    Heads,
+    NormHeads,
+    NormWeights,
+    PrepareHeads,
+    Rope,
+    Routing,
+    WriteKV,
+)
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """Of one program, by compute capability: CUDA C++ programming guide, technical specifications."""
@@ -181,14 +188,13 @@ def fp8() -> None:
 
 def experts() -> None:
     """Of Mixtral's inner width and DeepSeek's number, by an eighth of the hidden size."""
-    kernels = TritonExperts(torch.device("cpu"), KERNELS.tuning)
-    packed = kernels.pack_experts(
-        torch.zeros(64, 2 * 1024, 512, dtype=BF16), torch.zeros(64, 512, 1024, dtype=BF16)
-    )
+    up = KERNELS.pack_linear(torch.zeros(64 * 2 * 1024, 512, dtype=BF16))
+    down = KERNELS.pack_linear(torch.zeros(64 * 512, 1024, dtype=BF16))
     for num_tokens in (1, 64):
-        choice = kernels.choose(torch.zeros(num_tokens, 64), 6, is_normalised=False)
-        kernels.apply(torch.zeros(num_tokens, 512, dtype=BF16), packed, choice, "silu")
-    kernels.choose(torch.zeros(2, 256), 8, is_normalised=True)
+        choice = KERNELS.choose_experts(torch.zeros(num_tokens, 64), Routing(64, 6, False))
+        x = torch.zeros(num_tokens, 512, dtype=BF16)
+        KERNELS.apply_experts(x, up, down, choice, "silu")
+    KERNELS.choose_experts(torch.zeros(2, 256), Routing(256, 8, True))
 
 
 def small(dtype: torch.dtype = BF16) -> None:

@@ -195,6 +195,29 @@ void scale(const void *x, float factor, void *out, DType dtype, int64_t first, i
     }
 }
 
+template <typename T>
+static void gate_rows_as(const T *x, const T *gate, T *out, int64_t width, int64_t first, int64_t last) {
+    const Vec one = broadcast(1.0f);
+    for (int64_t t = first; t < last; ++t) {
+        float value[LANES];
+        store(value, load_up_to(gate + t, 1));
+        const Vec by = div(one, add(one, exp(negate(broadcast(value[0])))));
+        const T *from = x + t * width;
+        T *to = out + t * width;
+        for (int64_t i = 0; i < width; i += LANES) store_up_to(to + i, mul(load_up_to(from + i, width - i), by), width - i);
+    }
+}
+
+void gate_rows(const void *x, const void *gate, void *out, DType dtype, int64_t width, int64_t first, int64_t last) {
+    if (dtype == DType::f32) {
+        gate_rows_as(static_cast<const float *>(x), static_cast<const float *>(gate), static_cast<float *>(out), width, first,
+                     last);
+    } else {
+        gate_rows_as(static_cast<const bf16 *>(x), static_cast<const bf16 *>(gate), static_cast<bf16 *>(out), width, first,
+                     last);
+    }
+}
+
 // ---- activations ----
 
 template <typename T, Activation A>

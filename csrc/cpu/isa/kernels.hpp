@@ -27,6 +27,9 @@ void store_gated(const float *gate, const float *up, const float *gate_bias, con
 
 void lora_down(const LoraRows &task);
 void lora_up(const LoraRows &task);
+void choose_experts(const ExpertRouting &routing, const float *logits, int64_t first, int64_t last, int64_t *ids,
+                    float *weights, float *spare);
+void combine_experts(const ExpertSums &from, int64_t first, int64_t last, void *out, DType dtype, int64_t out_stride);
 
 int64_t max_task_rows(const AttentionProblem &problem);
 int64_t attention_scratch(int64_t head_size);
@@ -41,6 +44,7 @@ void rms_norm(const NormRows &norm, int64_t first, int64_t last);
 void layer_norm(const NormRows &norm, int64_t first, int64_t last);
 void add(const void *x, const void *y, void *out, DType dtype, int64_t first, int64_t last);
 void scale(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last);
+void gate_rows(const void *x, const void *gate, void *out, DType dtype, int64_t width, int64_t first, int64_t last);
 bool is_finite(const void *x, DType dtype, int64_t first, int64_t last);
 void activate(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
 void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,

@@ -75,6 +75,30 @@ def linear_draws(
     drawn: int,
     /,
 ) -> None: ...
+def choose_experts(
+    logits: int,
+    num_tokens: int,
+    num_experts: int,
+    num_chosen: int,
+    is_normalised: bool,
+    ids: int,
+    weights: int,
+    /,
+) -> None: ...
+def apply_experts(
+    up: LinearWeight,
+    down: LinearWeight,
+    num_experts: int,
+    activation: int,
+    ids: int,
+    weights: int,
+    num_chosen: int,
+    x: int,
+    dtype: int,
+    num_tokens: int,
+    out: int,
+    /,
+) -> None: ...
 
 class Loading:
     """Reads weights out of files and packs them on threads that need no interpreter;
@@ -131,6 +155,7 @@ def layer_norm(
 ) -> None: ...
 def is_finite(x: int, dtype: int, count: int, /) -> bool: ...
 def activate(x: int, out: int, dtype: int, activation: int, count: int, /) -> None: ...
+def gate_rows(x: int, gate: int, out: int, dtype: int, num_rows: int, width: int, /) -> None: ...
 def gated(
     gate_up: int, out: int, dtype: int, activation: int, num_rows: int, width: int, /
 ) -> None: ...
@@ -356,6 +381,10 @@ class Operations:
         window: int,
         bias: int,
         bias_reach: int,
+        down: LinearWeight | None,
+        router: LinearWeight | None,
+        num_chosen: int,
+        is_normalised: bool,
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""

@@ -134,6 +134,19 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [T, H] by the sigmoid of gate [T, 1], rounded once."""
+    if x.dim() != 2 or gate.shape != (x.shape[0], 1) or gate.dtype != x.dtype:
+        raise ValueError(
+            f"gate_rows: x is {x.dtype} {list(x.shape)} and the gate {gate.dtype} "
+            f"{list(gate.shape)}; expected [T, H] and [T, 1] of one dtype"
+        )
+    out = torch.empty_like(x)
+    code = float_code(x, "x")
+    _native.gate_rows(address(x, "x"), address(gate, "gate"), out.data_ptr(), code, *x.shape)
+    return out
+
+
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
     """See `Kernels.rope`; a position outside the table raises ValueError."""
     require(

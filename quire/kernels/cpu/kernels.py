@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.cpu import attention, elementwise, linear, lora, program
+from quire.kernels.cpu import attention, elementwise, experts, linear, lora, program
 from quire.kernels.reference import elementwise as reference_elementwise
 
 
@@ -35,6 +35,9 @@ class CpuKernels:
     finite_rows = staticmethod(reference_elementwise.finite_rows)
     activate = staticmethod(elementwise.activate)
     gated = staticmethod(elementwise.gated)
+    gate_rows = staticmethod(elementwise.gate_rows)
+    choose_experts = staticmethod(experts.choose_experts)
+    apply_experts = staticmethod(experts.apply_experts)
     rope = staticmethod(elementwise.rope)
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)

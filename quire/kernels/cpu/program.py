@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu import _native
+from quire.kernels.cpu import _native, experts
 from quire.kernels.cpu.attention import MAX_HEAD_SIZE, bias_address, check_batch, native_cache
 from quire.kernels.cpu.checks import (
     FLOAT_CODES,
@@ -25,6 +25,7 @@ from quire.kernels.cpu.checks import (
     vector_address,
 )
 from quire.kernels.cpu.elementwise import native_lookup
+from quire.kernels.cpu.experts import PANEL
 from quire.kernels.cpu.linear import CpuLinear
 from quire.kernels.cpu.lora import native_adapters
 from quire.kernels.interface import AttentionBatch, Weights
@@ -38,7 +39,7 @@ from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 KINDS: dict[type[ops.Operation], int] = {
     ops.Embed: 0, ops.Scale: 1, ops.Add: 2, ops.Norm: 3, ops.AddNorm: 3, ops.Linear: 4,
     ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8,
-    ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10,
+    ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
@@ -46,10 +47,9 @@ NO_FIELDS: dict[str, Any] = {
     "weight": None, "first_output": 0, "number": -1, "activation": 0, "heads": (0, 0, 1), "rope": 0,
     "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0,
     "bias": 0, "bias_reach": 0,
+    "down": None, "router": None, "num_chosen": 0, "is_normalised": False,
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
-PANEL = 16
-"""Outputs of a packed weight that only go together (csrc/cpu/weight.hpp)."""
 
 
 def reasons_against(program: Program) -> list[str]:
@@ -60,11 +60,17 @@ def reasons_against(program: Program) -> list[str]:
     attends = [each for each in program.operations if isinstance(each, ops.Attend | ops.AttendAll)]
     sizes = {each.heads.head_dim for each in attends}
     reasons = [f"has no operation {name}" for name in sorted(unknown)]
-    return reasons + [
+    reasons += [
         f"has heads of at most {MAX_HEAD_SIZE}, not of {size}"
         for size in sorted(sizes)
         if size > MAX_HEAD_SIZE
     ]
+    widths = {
+        (program.widths[each.outputs[0]], each.inner)
+        for each in program.operations
+        if isinstance(each, ops.Experts)
+    }
+    return reasons + [each for pair in sorted(widths) for each in experts.reasons_against(*pair)]
 
 
 def _fused(program: Program) -> Program:
@@ -179,6 +185,8 @@ class _Writer:
                     "activation": activation_code(activation),
                     "number": weight if is_adaptable else -1,
                 }
+            case ops.Experts():
+                return self._experts(operation)
             case ops.Activate(activation=activation):
                 return {"activation": activation_code(activation)}
             case ops.PrepareHeads():
@@ -215,6 +223,16 @@ class _Writer:
         if operation.cache is not None:
             fields["cache"] = operation.cache
         return fields
+
+    def _experts(self, operation: ops.Experts) -> dict[str, Any]:
+        return {
+            "router": self._linear_weight(operation.router),
+            "weight": self._linear_weight(operation.up),
+            "down": self._linear_weight(operation.down),
+            "num_chosen": operation.routing.num_chosen,
+            "is_normalised": operation.routing.is_normalised,
+            "activation": activation_code(operation.activation),
+        }
 
     def _linear_weight(self, index: int) -> _native.LinearWeight:
         weight = self._weights.linears[index]

@@ -67,6 +67,11 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return (_activation(gate, activation) * up).to(gate_up.dtype)
 
 
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [T, H] by the sigmoid of gate [T, 1] in float32, rounded once."""
+    return (x.float() * (1.0 / (1.0 + torch.exp(-gate.float())))).to(x.dtype)
+
+
 def _activation(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return functional.silu(x)

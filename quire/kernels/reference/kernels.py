@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.interface import PackedLinear, Weights
 from quire.kernels.interpreter import Interpreter
-from quire.kernels.reference import attention, elementwise, linear, lora
+from quire.kernels.reference import attention, elementwise, experts, linear, lora
 from quire.kernels.sampling import Draws
 from quire.program.operations import Program
 from quire.program.passes import select_wanted
@@ -37,6 +37,9 @@ class ReferenceKernels:
     finite_rows = staticmethod(elementwise.finite_rows)
     activate = staticmethod(elementwise.activate)
     gated = staticmethod(elementwise.gated)
+    gate_rows = staticmethod(elementwise.gate_rows)
+    choose_experts = staticmethod(experts.choose_experts)
+    apply_experts = staticmethod(experts.apply_experts)
     rope = staticmethod(elementwise.rope)
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)

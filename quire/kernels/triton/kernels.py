@@ -18,9 +18,17 @@ from quire.kernels.interface import (
     Weights,
 )
 from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
+from quire.kernels.reference import elementwise as reference_elementwise
 from quire.kernels.reference.attention import bidirectional_attention as reference_attention
 from quire.kernels.sampling import Draws
-from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
+from quire.kernels.triton import (
+    attention,
+    cache,
+    elementwise,
+    experts,
+    integer_linear,
+    linear,
+)
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
 from quire.kernels.triton.library_attention import LibraryAttention
@@ -70,6 +78,9 @@ class TritonKernels:
     finite_rows = staticmethod(elementwise.finite_rows)
     activate = staticmethod(elementwise.activate)
     gated = staticmethod(elementwise.gated)
+    gate_rows = staticmethod(reference_elementwise.gate_rows)
+    choose_experts = staticmethod(experts.choose_experts)
+    apply_experts = staticmethod(experts.apply_experts)
     rope = staticmethod(cache.rope)
     write_kv = staticmethod(cache.write_kv)
     copy_blocks = staticmethod(cache.copy_blocks)

@@ -1,0 +1,345 @@
+// The division of a mixture of experts into blocks and threads. The arithmetic is that of projections (projection.hpp), and
+// isa/experts.cpp.
+//
+// A token's choice of an expert is a pair. Pairs are put in the order of their experts, so that an expert's tokens are
+// neighbours: a group, whose rows are brought into tiles like those of any projection. Two parallel regions then do the work of
+// a layer, however many experts are chosen: one computes gate and `up` of all groups, the other goes through all groups for
+// some columns of the hidden size and, when it has them all, weighs and adds them token by token. So what the experts give is
+// never stored whole, and one token's experts are read by all threads at once.
+#include "experts.hpp"
+
+#include <cstring>
+#include <vector>
+
+#include "bindings.hpp"
+#include "checks.hpp"
+#include "elementwise.hpp"
+#include "linear.hpp"
+#include "projection.hpp"
+#include "scratch.hpp"
+#include "threads.hpp"
+#include "timing.hpp"
+
+namespace quire {
+
+namespace {
+
+// At a time, so that scratch stays small: as many as 2,048 tokens with eight experts each.
+constexpr int64_t MAX_PAIRS = 1 << 14;
+// Of what one thread keeps until its columns are added: half of these stay in the second-level cache with usual choices.
+constexpr int64_t SUMS_BYTES = 8 << 20;
+constexpr int64_t MOST_COLUMN_PANELS = 8;
+
+// The tokens of one expert: pairs [first, first + count) of the sorted ones.
+struct Group {
+    int64_t expert, first, count;
+    InputRows rows;
+};
+
+// Some tiles of a group.
+struct Tiles {
+    const Group *group;
+    int64_t first, count;
+};
+
+// Which tokens go where.
+class Grouping {
+   public:
+    Grouping(const ExpertRouting &routing, const int64_t *ids, int64_t num_tokens);
+
+    std::vector<Group> groups;     // of experts that have tokens, ascending
+    std::vector<int32_t> tokens;   // of each sorted pair
+    std::vector<int32_t> places;   // [T][k]: among the sorted pairs; -1: nowhere
+};
+
+Grouping::Grouping(const ExpertRouting &routing, const int64_t *ids, int64_t num_tokens)
+    : tokens(num_tokens * routing.num_chosen), places(num_tokens * routing.num_chosen, -1) {
+    const int64_t num_experts = routing.num_experts;
+    std::vector<int64_t> next(num_experts, 0);
+    const auto is_here = [&](int64_t id) { return id >= 0 && id < num_experts; };
+    for (size_t pair = 0; pair < places.size(); ++pair) {
+        if (is_here(ids[pair])) ++next[ids[pair]];
+    }
+    int64_t first = 0;
+    for (int64_t expert = 0; expert < num_experts; ++expert) {
+        const int64_t count = next[expert];
+        if (count > 0) groups.push_back(Group{expert, first, count, {}});
+        next[expert] = first;
+        first += count;
+    }
+    for (size_t pair = 0; pair < places.size(); ++pair) {
+        if (!is_here(ids[pair])) continue;
+        const int64_t place = next[ids[pair]]++;
+        places[pair] = static_cast<int32_t>(place);
+        tokens[place] = static_cast<int32_t>(pair / routing.num_chosen);
+    }
+}
+
+// One layer and some tokens.
+class Mixture {
+   public:
+    Mixture(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights, const void *x,
+            DType dtype, int64_t num_tokens)
+        : table_(kernels()), layer_(layer), dtype_(dtype), x_(x), weights_(weights), num_tokens_(num_tokens),
+          num_chosen_(routing.num_chosen), grouping_(routing, ids, num_tokens) {}
+
+    void run(void *out) {
+        void *gated = scratch(EXPERT_ROWS, ceil_div(num_pairs() * layer_.inner() * size_of(dtype_), sizeof(float)));
+        prepare(layer_.up, x_, grouping_.tokens.data());
+        project_up(gated);
+        prepare(layer_.down, gated, nullptr);
+        project_down(out);
+    }
+
+   private:
+    int64_t num_pairs() const { return static_cast<int64_t>(grouping_.tokens.size()); }
+    void prepare(const LinearWeight &weight, const void *x, const int32_t *rows);
+    void convert(const LinearWeight &weight, const void *x, const int32_t *rows, const Tiles &tiles) const;
+    void begin_gemms(const LinearWeight &weight) const;
+    void end_gemms() const;
+    void project_up(void *gated) const;
+    void project_down(void *out) const;
+    void project_columns(int64_t first_panel, int64_t num_panels, void *out) const;
+
+    const KernelTable &table_;
+    const ExpertLayer &layer_;
+    const DType dtype_;
+    const void *x_;
+    const float *weights_;
+    const int64_t num_tokens_, num_chosen_;
+    Grouping grouping_;
+};
+
+// Tiles that one call multiplies.
+int64_t block_tiles(const InputRows &rows) { return BLOCK_ROWS / (rows.depth > 0 ? MATRIX_ROWS : rows.tile_rows); }
+
+// Brings every group's rows into tiles. Sorted pair p is row rows[p] of x, or row p.
+void Mixture::prepare(const LinearWeight &weight, const void *x, const int32_t *rows) {
+    std::vector<Tiles> work;
+    int64_t num_words = 0;
+    for (Group &group : grouping_.groups) {
+        group.rows = form_of(table_, weight, dtype_, group.count);
+        num_words += group.rows.num_tiles * group.rows.tile_rows * group.rows.row_words;
+    }
+    uint32_t *to = reinterpret_cast<uint32_t *>(scratch(INPUT_ROWS, num_words));
+    float *scales = weight.has_int8_inputs ? scratch(INPUT_SCALES, num_pairs() * (1 + weight.num_groups())) : nullptr;
+    int32_t *starts = reinterpret_cast<int32_t *>(scales + (scales == nullptr ? 0 : num_pairs()));
+    // One token's experts all read the same row.
+    const bool is_shared = rows != nullptr && num_tokens_ == 1 && num_pairs() == static_cast<int64_t>(grouping_.groups.size());
+    for (Group &group : grouping_.groups) {
+        InputRows &form = group.rows;
+        if (is_shared && &group != &grouping_.groups[0]) {
+            form = grouping_.groups[0].rows;
+            continue;
+        }
+        if (is_in_form(form, weight, dtype_)) {
+            form.data = offset(x, (rows == nullptr ? group.first : rows[group.first]) * weight.num_inputs, dtype_);
+            continue;
+        }
+        form.data = to;
+        to += form.num_tiles * form.tile_rows * form.row_words;
+        if (scales != nullptr) {
+            form.scales = scales + group.first;
+            form.starts = starts + group.first * weight.num_groups();
+        }
+        for (int64_t tile = 0; tile < form.num_tiles; ++tile) work.push_back({&group, tile, 1});
+    }
+    const int64_t count = static_cast<int64_t>(work.size());
+    over_rows(count, ceil_div(num_pairs(), max64(1, count)) * weight.padded_inputs(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) convert(weight, x, rows, work[i]);
+    });
+}
+
+// One tile, as rows of its own: those of x side by side, gathered where they are not.
+void Mixture::convert(const LinearWeight &weight, const void *x, const int32_t *rows, const Tiles &tiles) const {
+    const InputRows &whole = tiles.group->rows;
+    const int64_t row = whole.first_row(tiles.first), height = whole.first_row(tiles.first + 1) - row;
+    InputRows tile = whole;
+    tile.data = static_cast<const uint32_t *>(whole.data) + row * whole.row_words;
+    tile.num_rows = tile.least_height = height;
+    tile.num_tiles = 1;
+    tile.num_taller = 0;
+    if (whole.scales != nullptr) {
+        tile.scales = whole.scales + row;
+        tile.starts = whole.starts + row * weight.num_groups();
+    }
+    const int64_t first = tiles.group->first + row, row_bytes = weight.num_inputs * size_of(dtype_);
+    const void *from = offset(x, (rows == nullptr ? first : rows[first]) * weight.num_inputs, dtype_);
+    const int64_t spare_words = whole.tile_rows * whole.row_words;
+    float *memory = scratch(GEMM_BLOCK, spare_words + ceil_div(height * row_bytes, int64_t{sizeof(float)}));
+    if (rows != nullptr && height > 1) {
+        char *gathered = reinterpret_cast<char *>(memory + spare_words);
+        for (int64_t r = 0; r < height; ++r) {
+            std::memcpy(gathered + r * row_bytes, offset(x, rows[first + r] * weight.num_inputs, dtype_), row_bytes);
+        }
+        from = gathered;
+    }
+    table_.convert_rows(weight, from, dtype_, 0, 1, tile, reinterpret_cast<uint32_t *>(memory));
+}
+
+// Takes as much scratch as any block needs, on the calling thread: what a product leaves to be done during the next one, whose
+// block may be larger, must not lose its memory.
+void Mixture::begin_gemms(const LinearWeight &weight) const {
+    scratch(GEMM_BLOCK, 2 * BLOCK_ROWS * GROUP_WIDTH + expanded_bytes(weight) / sizeof(float));
+}
+
+void Mixture::end_gemms() const {
+    if (table_.end_gemms != nullptr) table_.end_gemms();
+}
+
+// Of each group: blocks of the same panels are neighbours, so that a thread has them from its cache.
+void Mixture::project_up(void *gated) const {
+    struct Item {
+        const Group *group;
+        Block block;
+    };
+    const int team = team_size(num_pairs() * layer_.up_of(0).num_bytes());
+    const int64_t panels = ceil_div(layer_.inner(), PANEL);
+    const int64_t num_groups = static_cast<int64_t>(grouping_.groups.size());
+    const int64_t widest = max64(1, panels * num_groups / (FEW_ITEMS * team));
+    const auto projection = [&](const Group &group, const LinearWeight &weight) {
+        const Destination to{offset(gated, group.first * layer_.inner(), dtype_), dtype_, layer_.inner(), true, layer_.activation};
+        return Projection{table_, weight, group.rows, to};
+    };
+    std::vector<Item> items;
+    for (const Group &group : grouping_.groups) {
+        const LinearWeight weight = layer_.up_of(group.expert);
+        const int64_t parts = ceil_div(panels, min64(widest, projection(group, weight).max_panels()));
+        const int64_t row_parts = ceil_div(group.rows.num_tiles, block_tiles(group.rows));
+        for (int64_t i = 0; i < parts * row_parts; ++i) {
+            const int64_t panel = share(panels, parts, i / row_parts), tile = share(group.rows.num_tiles, row_parts, i % row_parts);
+            items.push_back({&group, {tile, share(group.rows.num_tiles, row_parts, i % row_parts + 1) - tile, panel,
+                                      share(panels, parts, i / row_parts + 1) - panel}});
+        }
+    }
+    Shares shares(static_cast<int64_t>(items.size()), team);
+#pragma omp parallel num_threads(team)
+    {
+        begin_gemms(layer_.up);
+        for (int64_t item; (item = shares.take(thread_index())) >= 0;) {
+            const LinearWeight weight = layer_.up_of(items[item].group->expert);
+            compute(projection(*items[item].group, weight), items[item].block);
+        }
+        end_gemms();
+    }
+}
+
+void Mixture::project_down(void *out) const {
+    const int team = team_size(num_pairs() * layer_.down_of(0).num_bytes());
+    const int64_t panels = layer_.hidden() / PANEL;
+    const int64_t fitting = SUMS_BYTES / (num_pairs() * PANEL * int64_t{sizeof(float)});
+    const int64_t widest = max64(1, min64(min64(MOST_COLUMN_PANELS, fitting), panels / (FEW_ITEMS * team)));
+    const int64_t parts = ceil_div(panels, widest);
+    Shares shares(parts, team);
+#pragma omp parallel num_threads(team)
+    {
+        begin_gemms(layer_.down);
+        for (int64_t part; (part = shares.take(thread_index())) >= 0;) {
+            const int64_t first = share(panels, parts, part);
+            project_columns(first, share(panels, parts, part + 1) - first, out);
+        }
+    }
+}
+
+// All groups' results for columns that begin with a panel, and their sum.
+void Mixture::project_columns(int64_t first_panel, int64_t num_panels, void *out) const {
+    const int64_t width = num_panels * PANEL, first = first_panel * PANEL;
+    float *sums = scratch(EXPERT_SUMS, num_pairs() * width);
+    for (const Group &group : grouping_.groups) {
+        const LinearWeight weight = layer_.down_of(group.expert);
+        const Destination to{sums + group.first * width, DType::f32, width, false, Activation::silu, false, first};
+        const Projection projection{table_, weight, group.rows, to};
+        const int64_t most = block_tiles(group.rows), most_panels = projection.max_panels();
+        for (int64_t tile = 0; tile < group.rows.num_tiles; tile += most) {
+            for (int64_t panel = 0; panel < num_panels; panel += most_panels) {
+                compute(projection, {tile, min64(most, group.rows.num_tiles - tile), first_panel + panel,
+                                     min64(most_panels, num_panels - panel)});
+            }
+        }
+    }
+    end_gemms();
+    const ExpertSums from{sums, width, num_chosen_, grouping_.places.data(), weights_};
+    table_.combine_experts(from, 0, num_tokens_, offset(out, first, dtype_), dtype_, layer_.hidden());
+}
+
+}  // namespace
+
+bool are_whole(const ExpertLayer &layer) {
+    const int64_t count = layer.num_experts;
+    return count > 0 && layer.up.num_outputs == count * 2 * layer.inner() && layer.down.num_outputs == count * layer.hidden() &&
+           2 * layer.inner() % PANEL == 0 && layer.hidden() % PANEL == 0;
+}
+
+void choose_experts(const ExpertRouting &routing, const float *logits, int64_t num_tokens, int64_t *ids, float *weights) {
+    const KernelTable &table = kernels();
+    over_rows(num_tokens, 8 * routing.num_experts, [&](int64_t first, int64_t last) {
+        float *spare = scratch(GEMM_BLOCK, routing.num_experts);
+        table.choose_experts(routing, logits, first, last, ids, weights, spare);
+    });
+}
+
+void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
+                   const void *x, DType dtype, int64_t num_tokens, void *out) {
+    const Stopwatch stopwatch(KernelClass::linear);
+    const int64_t pass = max64(1, MAX_PAIRS / routing.num_chosen);
+    for (int64_t t = 0; t < num_tokens; t += pass) {
+        const int64_t pair = t * routing.num_chosen;
+        Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype,
+                min64(pass, num_tokens - t))
+            .run(offset(out, t * layer.hidden(), dtype));
+    }
+}
+
+void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const LinearWeight &router, const void *x, DType dtype,
+                 int64_t num_tokens, void *out) {
+    const int64_t num_pairs = num_tokens * routing.num_chosen;
+    float *logits = scratch(ROUTING, num_tokens * routing.num_experts + 3 * num_pairs + 1);
+    linear(router, x, dtype, num_tokens, logits, DType::f32);
+    int64_t *ids = reinterpret_cast<int64_t *>(logits + round_up(num_tokens * routing.num_experts, 2));
+    float *weights = reinterpret_cast<float *>(ids + num_pairs);
+    choose_experts(routing, logits, num_tokens, ids, weights);
+    apply_experts(layer, routing, ids, weights, x, dtype, num_tokens, out);
+}
+
+// ---- bindings ----
+
+static ExpertRouting routing_of(const Arguments &args, int64_t num_experts, int64_t num_chosen, bool is_normalised) {
+    args.count("the number of experts", num_experts, 1);
+    return {num_experts, args.between(1, num_experts, "the number of chosen experts", num_chosen), is_normalised};
+}
+
+static void choose(uintptr_t logits, int64_t num_tokens, int64_t num_experts, int64_t num_chosen, bool is_normalised,
+                   uintptr_t ids, uintptr_t weights) {
+    const Arguments args("choose_experts");
+    const ExpertRouting routing = routing_of(args, num_experts, num_chosen, is_normalised);
+    const float *from = args.array<const float>("the logits", logits, {num_tokens, num_experts});
+    int64_t *to = args.array<int64_t>("the ids", ids, {num_tokens, num_chosen});
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    choose_experts(routing, from, num_tokens, to, args.array<float>("the weights", weights, {num_tokens, num_chosen}));
+}
+
+static void apply(const LinearWeight &up, const LinearWeight &down, int64_t num_experts, int activation, uintptr_t ids,
+                  uintptr_t weights, int64_t num_chosen, uintptr_t x, int dtype, int64_t num_tokens, uintptr_t out) {
+    const Arguments args("apply_experts");
+    check_attached("apply_experts", up);
+    check_attached("apply_experts", down);
+    const ExpertLayer layer{up, down, args.count("the number of experts", num_experts, 1), args.activation(activation)};
+    args.require(are_whole(layer), "the weights are not those of so many experts, or one does not begin with a panel");
+    const DType type = args.dtype(dtype);
+    const Memory from = args.memory("x", x, type, {num_tokens, layer.hidden()});
+    const Memory to = args.memory("out", out, type, {num_tokens, layer.hidden()});
+    args.apart(to, from);
+    const ExpertRouting routing{num_experts, args.count("the number of choices", num_chosen, 1), false};
+    apply_experts(layer, routing, args.array<const int64_t>("the ids", ids, {num_tokens, num_chosen}),
+                  args.array<const float>("the weights", weights, {num_tokens, num_chosen}), from.as<const void>(), type,
+                  num_tokens, to.as<void>());
+}
+
+static void bind_experts(nb::module_ &m) {
+    using release = nb::call_guard<nb::gil_scoped_release>;
+    m.def("choose_experts", &choose, release());
+    m.def("apply_experts", &apply, release());
+}
+static const Registration registration(bind_experts);
+
+}  // namespace quire
