@@ -40,7 +40,7 @@ def ideal_steps(
     spec: DecoderSpec, requests: Sequence[BenchRequest], bytes_per_weight: float
 ) -> list[IdealStep]:
     """Return the steps of the ideal schedule. KV is counted in the data type of the declaration's
-    cache at 2 bytes a number."""
+    cache at 2 bytes a number; of experts, each step reads at least those of one token."""
     flops = spec.flops_per_token()
     kv_bytes = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
     # called with the same contexts again and again, over all layers each time

@@ -78,6 +78,7 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
             "adapter_bytes": plan.adapter_bytes,
             "total_bytes": plan.total_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
+            "weight_bytes_per_token": plan.formats.token_bytes(spec, plan.dtype),
         },
         "capacity": {
             "num_blocks": limits.num_blocks,
@@ -126,7 +127,7 @@ def render(record: dict[str, Any]) -> str:
         _section(
             "Memory",
             [
-                ("weights", format_bytes(memory["weight_bytes"]), ""),
+                ("weights", format_bytes(memory["weight_bytes"]), _weights_read(memory)),
                 ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
                 *_adapters(memory),
@@ -202,6 +203,10 @@ def _section(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
 def _lines(rows: Iterable[tuple[str, str, str]], widths: Sequence[int]) -> Iterable[str]:
     for name, value, reason in rows:
         yield f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {reason}".rstrip()
+
+
+def _weights_read(memory: dict[str, int]) -> str:
+    return f"of which one token alone reads {format_bytes(memory['weight_bytes_per_token'])}"
 
 
 def _capacity(memory: dict[str, int], capacity: dict[str, int]) -> str:

@@ -156,6 +156,15 @@ class ConfigReader:
             raise self.refuse(key, f"a list of {count} of {', '.join(sorted(allowed))}")
         return tuple(map(str, value))
 
+    def integers(self, key: str, maximum: int) -> tuple[int, ...]:
+        """Read an optional list of whole numbers up to `maximum`; nothing where it is absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(
+            type(x) is int and 0 <= x <= maximum for x in value
+        ):
+            raise self.refuse(key, f"a list of integers from 0 to {maximum}")
+        return tuple(value)
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Return an optional list of strings; nothing where it is absent."""
         value = self._get(key, [])

@@ -18,9 +18,18 @@ from typing import Literal, NamedTuple
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.models.rope import RopeSpec
-from quire.program.operations import Activation
+from quire.program.operations import Activation, Routing
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class StackedPlace(NamedTuple):
+    """Where a matrix lies among others of its kind, one after the other in one stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the stored tensor; its leading dimensions together are rows."""
+    first_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class TensorSpec:
     """Rows of the stored tensor where it holds more than this one (fused weights)."""
     centre: float = 0.0
     """What the values scatter around when they are made up (dummy weights)."""
+    other_place: StackedPlace | None = None
+    """Where checkpoints keep it that do not have `name`."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -55,6 +66,10 @@ class LinearSpec:
 
     weight: TensorSpec
     bias: TensorSpec | None = None
+    keeps_floats: bool = False
+    """Never quantized: so small that nothing would be saved, and much depends on it (routers)."""
+    share: float = 1.0
+    """Of all tokens, those that it computes: below one for an expert."""
 
     @property
     def name(self) -> str:
@@ -136,7 +151,35 @@ class MlpSpec:
         return ((self.up,) if self.gate is None else (self.gate, self.up), (self.down,))
 
 
-Mixer = AttentionSpec | MlpSpec
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Gated MLPs, of which a router chooses some for each token, and one that computes all."""
+
+    router: LinearSpec
+    experts: tuple[MlpSpec, ...]
+    """Alike, each with a gate."""
+    routing: Routing
+    shared: MlpSpec | None = None
+    """Its output is added."""
+    shared_gate: LinearSpec | None = None
+    """The shared MLP's output is multiplied by the sigmoid of its only output."""
+
+    @property
+    def inner(self) -> int:
+        """Return the width of an expert's activation."""
+        return self.experts[0].down.num_inputs
+
+    @property
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Return its matrix products: all gates and ups are one, in pairs, and so are all downs."""
+        ups = tuple(part for each in self.experts for part in each.projections[0])
+        downs = tuple(each.down for each in self.experts)
+        shared = () if self.shared is None else self.shared.projections
+        gate = () if self.shared_gate is None else ((self.shared_gate,),)
+        return ((self.router,), ups, downs, *shared, *gate)
+
+
+Mixer = AttentionSpec | MlpSpec | ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +396,13 @@ class DecoderSpec:
         """Matrix products with weights; attention itself (which grows with the context)
         is `attention_flops`."""
         layers = [
-            sum(part.weight.num_elements for parts in block.projections for part in parts)
+            round(
+                sum(
+                    part.share * part.weight.num_elements
+                    for parts in block.projections
+                    for part in parts
+                )
+            )
             for block in self.blocks
         ]
         last = self.attentions[-1]

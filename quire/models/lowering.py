@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from quire.models.declaration import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LinearSpec,
+    Mixer,
     MlpSpec,
     NormSpec,
     PositionBiasSpec,
@@ -109,10 +111,14 @@ class _Lowering:
             stream = self._add(stream, output)
         return self._norm(stage[-1].sum_norm, stream)
 
-    def _mixer(self, mixer: AttentionSpec | MlpSpec, x: int) -> int:
-        return (
-            self._attention(mixer, x) if isinstance(mixer, AttentionSpec) else self._mlp(mixer, x)
-        )
+    def _mixer(self, mixer: Mixer, x: int) -> int:
+        match mixer:
+            case AttentionSpec():
+                return self._attention(mixer, x)
+            case ExpertsSpec():
+                return self._experts(mixer, x)
+            case MlpSpec():
+                return self._mlp(mixer, x)
 
     def _attention(self, spec: AttentionSpec, x: int) -> int:
         heads = ops.Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -156,6 +162,23 @@ class _Lowering:
                 ops.Activate((self._linear(x, spec.up),), (self._value(width),), spec.activation)
             )
         return self._linear(x, spec.down)
+
+    def _experts(self, spec: ExpertsSpec, x: int) -> int:
+        hidden = self._spec.hidden_size
+        router, up, down = (self._linear_number() for _ in range(3))
+        activation = spec.experts[0].activation
+        out = self._emit(
+            ops.Experts(
+                (x,), (self._value(hidden),), router, up, down, spec.inner, spec.routing, activation
+            )
+        )
+        if spec.shared is None:
+            return out
+        shared = self._mlp(spec.shared, x)
+        if spec.shared_gate is not None:
+            gate = self._linear(x, spec.shared_gate)
+            shared = self._emit(ops.GateRows((shared, gate), (self._value(hidden),)))
+        return self._add(out, shared)
 
     def _linear(self, x: int, spec: LinearSpec) -> int:
         return self._emit(ops.Linear((x,), (self._value(spec.num_outputs),), self._linear_number()))

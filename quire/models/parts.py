@@ -47,10 +47,15 @@ def attention(
 
 
 def gated_mlp(
-    at: str, size: Dimensions, activation: Activation, *, has_bias: bool = False
+    at: str,
+    size: Dimensions,
+    activation: Activation,
+    *,
+    has_bias: bool = False,
+    module: str = "mlp",
 ) -> MlpSpec:
     """`down(activation(gate(x)) * up(x))`."""
-    at = f"{at}.mlp"
+    at = f"{at}.{module}"
     gate, up = (
         linear(f"{at}.{name}_proj", size.hidden, size.ffn, has_bias=has_bias)
         for name in ("gate", "up")

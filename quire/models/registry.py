@@ -16,12 +16,16 @@ from quire.models.gemma3 import declare_gemma3
 from quire.models.gpt2 import declare_gpt2
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
+from quire.models.mixtral import declare_mixtral
 from quire.models.modernbert import declare_modernbert
 from quire.models.nomic_bert import declare_nomic_bert
 from quire.models.olmo2 import declare_olmo2
+from quire.models.olmoe import declare_olmoe
 from quire.models.phi3 import declare_phi3
 from quire.models.qwen2 import declare_qwen2
+from quire.models.qwen2_moe import declare_qwen2_moe
 from quire.models.qwen3 import declare_qwen3
+from quire.models.qwen3_moe import declare_qwen3_moe
 from quire.models.smollm3 import declare_smollm3
 
 Declare = Callable[[ConfigReader], DecoderSpec]
@@ -31,10 +35,14 @@ DECODERS: dict[str, Declare] = {
     "Gemma3": declare_gemma3,
     "Llama": declare_llama,
     "Mistral": declare_mistral,
+    "Mixtral": declare_mixtral,
     "Olmo2": declare_olmo2,
+    "Olmoe": declare_olmoe,
     "Phi3": declare_phi3,
     "Qwen2": declare_qwen2,
+    "Qwen2Moe": declare_qwen2_moe,
     "Qwen3": declare_qwen3,
+    "Qwen3Moe": declare_qwen3_moe,
     "SmolLM3": declare_smollm3,
 }
 """Families of decoders: each generates text, makes vectors without its head (`...Model`), and

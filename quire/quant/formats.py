@@ -79,6 +79,20 @@ class WeightFormats:
                 total += held.num_bytes(num_outputs, num_inputs) - replaced
         return total
 
+    def token_bytes(self, spec: DecoderSpec, dtype: str) -> int:
+        """Count what one token alone reads of the weights: of experts, the chosen ones."""
+        return round(
+            sum(parts[0].share * self.part_bytes(parts, dtype) for parts in spec.projections)
+        )
+
+    def part_bytes(self, parts: Sequence[LinearSpec], dtype: str) -> int:
+        """Return the memory of one stacked projection, without biases."""
+        held = self.of(parts)
+        num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
+        if held is None:
+            return num_outputs * num_inputs * DTYPE_BYTES[dtype]
+        return held.num_bytes(num_outputs, num_inputs)
+
     @property
     def has_integers(self) -> bool:
         """Whether anything is quantized."""
@@ -113,6 +127,7 @@ def formats_at_load(spec: DecoderSpec, method: str) -> WeightFormats:
         part.weight.name: _int8(part) if method == "int8" or parts == (spec.head,) else _int4(part)
         for parts in spec.projections
         for part in parts
+        if not part.keeps_floats
     }
     summary = "weights int8 per output, activations int8 per token"
     if method == "int4":

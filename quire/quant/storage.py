@@ -252,7 +252,7 @@ def read_storage(
     found = {
         key: storage
         for key, linear in linears.items()
-        if (storage := assign(linear.name, linear)) is not None
+        if not linear.keeps_floats and (storage := assign(linear.name, linear)) is not None
     }
     if spec.is_tied and spec.head is not None:
         found.pop(spec.head.weight.name, None)

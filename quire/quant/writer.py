@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import CheckpointError, ConfigError
-from quire.models.declaration import DecoderSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
 from quire.quant.formats import IntegerFormat, WeightFormats, formats_at_load
 from quire.quant.rounding import quantize
 from quire.weights.checkpoint import INDEX_NAME, SINGLE_NAME
@@ -79,8 +79,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield everything that is stored, by name."""
     head = None if recipe.keeps_head else spec.head
-    inner = (parts for parts in spec.projections if parts != (spec.head,))
-    linears = {part.weight: part for parts in inner for part in parts}
+    linears = {part.weight: part for part in _quantized(spec)}
     if head is not None and not spec.is_tied:
         linears[head.weight] = head
     written: set[str] = set()
@@ -99,6 +98,12 @@ def _tensors(
         values = torch.empty(head.weight.shape, dtype=getattr(torch, spec.dtype))
         weights.fill(values, head.weight)
         yield from _projection(_HEAD, values, formats.by_name[head.weight.name])
+
+
+def _quantized(spec: DecoderSpec) -> Iterator[LinearSpec]:
+    """Yield every projection that becomes integers, without the head."""
+    inner = (parts for parts in spec.projections if parts != (spec.head,))
+    yield from (part for parts in inner for part in parts if not part.keeps_floats)
 
 
 def _whole(tensor: TensorSpec) -> TensorSpec:
@@ -133,12 +138,12 @@ def pack_words(values: Tensor) -> Tensor:
 def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[str, Any]:
     """`quantization_config`: a group of projections for each format that occurs,
     the exceptions by name."""
-    ignored = ["lm_head"] if recipe.keeps_head else []
+    ignored = [part.name for parts in spec.projections for part in parts if part.keeps_floats]
+    ignored += ["lm_head"] if recipe.keeps_head else []
     modules: dict[IntegerFormat, list[str]] = {}
-    for parts in spec.projections[:-1]:
-        for part in parts:
-            held = _without_size(formats.by_name[part.weight.name])
-            modules.setdefault(held, []).append(part.name)
+    for part in _quantized(spec):
+        held = _without_size(formats.by_name[part.weight.name])
+        modules.setdefault(held, []).append(part.name)
     main, *others = sorted(modules, key=lambda held: -len(modules[held]))
     groups = [(main, ["Linear"]), *((held, list(dict.fromkeys(modules[held]))) for held in others)]
     if not recipe.keeps_head and spec.head is not None:

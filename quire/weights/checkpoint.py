@@ -9,6 +9,7 @@ only once tensors are wanted.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ class SafetensorsCheckpoint(WeightSource):
         self._files: dict[str, TensorFile] = {}
         self._stored = self._find_tensors()
         self._prefix = self._missing_prefix(spec)
+        self._find_stacked(spec)
         self._check(spec)
 
     def __enter__(self) -> SafetensorsCheckpoint:
@@ -197,6 +199,30 @@ class SafetensorsCheckpoint(WeightSource):
             and name[len(prefix) :] in self._stored
         )
         return prefix if is_bare else ""
+
+    def _find_stacked(self, spec: DecoderSpec) -> None:
+        """Give matrices that lie among others in one tensor their own names, and forget that."""
+        opened = set()
+        for tensor in spec.tensors:
+            place, name = tensor.other_place, self._name(tensor)
+            if place is None or name in self._stored:
+                continue
+            other = place.name.removeprefix(self._prefix)
+            if other not in self._stored:
+                continue
+            file, stored = self._stored[other]
+            if stored.shape != place.shape:
+                raise CheckpointError(
+                    f"{self._folder}: {other} is {list(stored.shape)}, config.json implies "
+                    f"{list(place.shape)}"
+                )
+            row_bytes = stored.num_bytes // math.prod(stored.shape[:-1])
+            start = stored.start + place.first_row * row_bytes
+            held = StoredTensor(stored.dtype, tensor.shape, start, tensor.shape[0] * row_bytes)
+            self._stored[name] = file, held
+            opened.add(other)
+        for name in opened:
+            del self._stored[name]
 
     def _name(self, tensor: TensorSpec) -> str:
         return tensor.name.removeprefix(self._prefix)

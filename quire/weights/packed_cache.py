@@ -40,6 +40,8 @@ SUFFIX = ".packed.safetensors"
 _READ_TIMEOUT_S = 600.0
 """For a file on a slow network drive; whatever takes longer is treated as damaged."""
 _BIAS = ".bias"
+_MAX_NAMED = 4
+"""Parts of a projection whose names are all in its own."""
 
 Parts = Sequence[LinearSpec]
 
@@ -206,8 +208,13 @@ def _version() -> str:
 
 def _key(parts: Parts) -> str:
     """Return a name for a stacked projection that no other one of its model has."""
-    return "+".join(
-        f"{part.weight.name}[{part.weight.first_row}:{part.num_outputs}]" for part in parts
+    named = parts if len(parts) <= _MAX_NAMED else parts[:1]  # experts are hundreds
+    rest = f"+{len(parts) - 1}" if len(named) < len(parts) else ""
+    return (
+        "+".join(
+            f"{part.weight.name}[{part.weight.first_row}:{part.num_outputs}]" for part in named
+        )
+        + rest
     )
 
 

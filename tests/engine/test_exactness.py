@@ -141,6 +141,12 @@ def _answers(engine: Engine, requests: Requests = REQUESTS) -> Answers:
     return {name: _answer(output) for name, output in run_all(engine).items()}
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 NUMBERS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -148,6 +154,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "float32", "quantization": "int4"},
     "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "experts": {"dtype": "bfloat16", "hf_overrides": EXPERTS},
+    "int4 experts": {"dtype": "bfloat16", "quantization": "int4", "hf_overrides": EXPERTS},
 }
 """What is computed with: options of the engine."""
 # its first 256 tokens

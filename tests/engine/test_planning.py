@@ -379,3 +379,40 @@ def test_impossible_bounds_of_steps_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         _plan(tiny_config, **options)
+
+
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_memory_counts_all_experts_and_a_decoded_token_the_chosen_ones(tiny_config: Path) -> None:
+    """Twice the experts take twice their memory, and no more time or operations, routers aside."""
+    plans = [
+        _plan(tiny_config, hf_overrides=EXPERTS | {"num_experts": count}) for count in (16, 32)
+    ]
+    expert, router = 3 * 64 * 32, 64
+    added = 2 * 16 * (expert + router)
+    assert plans[1].weight_bytes - plans[0].weight_bytes == 4 * added
+    flops = [plan.spec.flops_per_token().layers for plan in plans]
+    assert flops[1] - flops[0] == 2 * 2 * 16 * router
+    costs = [plan.step_costs.step_s for plan in plans]
+    assert 0 < costs[1] - costs[0] < 1e-3 * costs[0]
+    attention = 64 * (6 + 2 * 2) * 16 + 6 * 16 * 64
+    assert flops[0] == 2 * 2 * (attention + 16 * router + 4 * expert)
+
+
+def test_too_little_memory_for_experts_says_the_numbers(tiny_config: Path) -> None:
+    with pytest.raises(CapacityError, match=r"weights and workspace need 7.1 MiB, and 90% of"):
+        _plan(tiny_config, _machine(2 << 20), hf_overrides=EXPERTS)
+
+
+def test_integer_experts_on_a_gpu_are_refused(tiny_config: Path) -> None:
+    machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
+    options: dict[str, Any] = {"device": "cuda", "hf_overrides": EXPERTS}
+    assert _plan(tiny_config, machine, **options).device == "cuda"
+    with pytest.raises(ConfigError, match="experts of floating-point weights only"):
+        _plan(tiny_config, machine, quantization="int8", **options)

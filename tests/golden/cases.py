@@ -229,7 +229,7 @@ def _weights() -> dict[str, Case]:
         f"{name}, {method} at load, {dtype}": Case(
             name, options | {"quantization": method}, kernels=_kernels(dtype)
         )
-        for name in ("llama", "llama wide", "gpt2", "phi3")
+        for name in ("llama", "llama wide", "gpt2", "phi3", "qwen2 moe")
         for method in ("int8", "int4")
         for dtype, options in _BOTH.items()
     }

@@ -122,6 +122,18 @@ CONFIGS: dict[str, Config] = {
         "no_rope_layers": [1, 0, 1],
     }
     | {"tie_word_embeddings": True, "use_sliding_window": False},
+    "mixtral": _SIZES
+    | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2 moe": _SIZES
+    | {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3}
+    | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 72}
+    | {"num_hidden_layers": 3, "mlp_only_layers": [1], "use_sliding_window": False},
+    "qwen3 moe": _SIZES
+    | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 32, "norm_topk_prob": True},
+    "olmoe": _SIZES
+    | {"architectures": ["OlmoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3}
+    | {"torch_dtype": "bfloat16"},
     "olmo2": _SIZES
     | {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5, "torch_dtype": "bfloat16"},
 }
@@ -176,11 +188,11 @@ def _shapes(config: Config) -> Iterator[tuple[str, Shape]]:
     if not is_tied:
         yield "lm_head.weight", (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
-        for name, shape in (*_projections(config), *_norms(config)):
+        for name, shape in (*_projections(config, layer), *_norms(config)):
             yield f"model.layers.{layer}.{name}", shape
 
 
-def _projections(config: Config) -> Iterator[tuple[str, Shape]]:
+def _projections(config: Config, layer: int) -> Iterator[tuple[str, Shape]]:
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     query, kv = (
         config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
@@ -194,7 +206,10 @@ def _projections(config: Config) -> Iterator[tuple[str, Shape]]:
         }
         sizes = inputs | {"mlp.gate": (ffn, hidden), "mlp.up": (ffn, hidden)}
     sizes |= {"self_attn.o": (hidden, query), "mlp.down": (hidden, ffn)}
-    is_qwen2 = config["architectures"] == ["Qwen2ForCausalLM"]
+    if "num_experts_per_tok" in config and layer not in config.get("mlp_only_layers", ()):
+        sizes = {name: shape for name, shape in sizes.items() if not name.startswith("mlp")}
+        yield from _experts(config)
+    is_qwen2 = config["architectures"][0].startswith("Qwen2")
     for name, shape in sizes.items():
         yield f"{name}_proj.weight", shape
         is_biased_in_qwen2 = is_qwen2 and name in ("self_attn.q", "self_attn.k", "self_attn.v")
@@ -204,12 +219,30 @@ def _projections(config: Config) -> Iterator[tuple[str, Shape]]:
             yield f"{name}_proj.bias", shape[:1]
 
 
+def _experts(config: Config) -> Iterator[tuple[str, Shape]]:
+    """In place of an MLP."""
+    hidden, inner = config["hidden_size"], config.get("moe_intermediate_size")
+    inner = inner or config["intermediate_size"]
+    is_mixtral = config["architectures"] == ["MixtralForCausalLM"]
+    count = config["num_local_experts" if is_mixtral else "num_experts"]
+    at = "block_sparse_moe" if is_mixtral else "mlp"
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    yield f"{at}.gate.weight", (count, hidden)
+    for expert in range(count):
+        for name, shape in zip(names, ((inner, hidden),) * 2 + ((hidden, inner),), strict=True):
+            yield f"{at}.experts.{expert}.{name}.weight", shape
+    if shared := config.get("shared_expert_intermediate_size"):
+        for name, shape in zip(names, ((shared, hidden),) * 2 + ((hidden, shared),), strict=True):
+            yield f"{at}.shared_expert.{name}.weight", shape
+        yield f"{at}.shared_expert_gate.weight", (1, hidden)
+
+
 def _norms(config: Config) -> Iterator[tuple[str, Shape]]:
     family, hidden, head_dim = config["architectures"][0], config["hidden_size"], config["head_dim"]
     names = ["post_attention_layernorm"]
-    names += ["post_feedforward_layernorm"] if family.startswith(("Gemma", "Olmo")) else []
+    names += ["post_feedforward_layernorm"] if family.startswith(("Gemma", "Olmo2")) else []
     names += ["pre_feedforward_layernorm"] if family.startswith("Gemma") else []
-    names += [] if family.startswith("Olmo") else ["input_layernorm"]
+    names += [] if family.startswith("Olmo2") else ["input_layernorm"]
     for name in names:
         yield f"{name}.weight", (hidden,)
     if family.startswith(("Qwen3", "Gemma3", "Olmo")):

@@ -5,7 +5,20 @@ from __future__ import annotations
 from program_cases import SPECS
 
 from quire.models.lowering import lower
-from quire.program.operations import Add, Attend, Embed, Linear, Norm, Rope, Scale, WriteKV
+from quire.program.operations import (
+    Add,
+    Attend,
+    Embed,
+    Experts,
+    GatedLinear,
+    GateRows,
+    Linear,
+    Norm,
+    Operation,
+    Rope,
+    Scale,
+    WriteKV,
+)
 
 
 def test_a_block_of_qwen3_in_order() -> None:
@@ -41,12 +54,35 @@ def test_values_are_written_once_and_read_afterwards() -> None:
 def test_weights_are_numbered_as_they_are_declared() -> None:
     for spec in SPECS.values():
         program, parameters = lower(spec)
-        numbers = [each.weight for each in program.operations if hasattr(each, "weight")]
+        numbers = [number for each in program.operations for number in _weights_of(each)]
         assert [*numbers, program.head.weight] == list(range(len(parameters.linears)))
         assert parameters.linears == spec.projections
         caches = [each.cache for each in program.operations if isinstance(each, WriteKV)]
         assert caches == [each.cache for each in program.operations if isinstance(each, Attend)]
         assert caches == list(range(len(spec.kv_layers)))
+
+
+def _weights_of(operation: Operation) -> tuple[int, ...]:
+    match operation:
+        case Linear(weight=weight) | GatedLinear(weight=weight):
+            return (weight,)
+        case Experts(router=router, up=up, down=down):
+            return router, up, down
+    return ()
+
+
+def test_a_mixture_of_experts_beside_a_shared_one() -> None:
+    program, parameters = lower(SPECS["qwen2 moe"])
+    kinds = [type(each) for each in program.operations]
+    start = kinds.index(Experts)
+    assert kinds[start : start + 6] == [Experts, GatedLinear, Linear, Linear, GateRows, Add]
+    mixture, gated, down, gate, product, total = program.operations[start : start + 6]
+    assert mixture.inputs == gated.inputs == gate.inputs, "all read the normed stream"
+    assert product.inputs == (*down.outputs, *gate.outputs)
+    assert total.inputs == (*mixture.outputs, *product.outputs)
+    assert isinstance(mixture, Experts)
+    sizes = [len(parameters.linears[number]) for number in _weights_of(mixture)]
+    assert sizes == [1, 2 * 5, 5] and kinds.count(Experts) == 2, "one layer is dense"
 
 
 def test_layers_share_a_table_of_rope() -> None:

@@ -47,6 +47,9 @@ KNOWN_SIZES = {
     "mlc_presets/gpt2.json": 0.124439808,
     "mlc_presets/olmo2_13b.json": 13.7161984,
     "mlc_presets/smollm2_135m.json": 0.134515008,
+    "mistralai--Mixtral-8x7B-v0.1.json": 46.702792704,
+    "mlc_presets/qwen2moe.json": 14.315784192,
+    "Qwen--Qwen3-30B-A3B.json": 30.532122624,
 }
 
 
@@ -176,6 +179,17 @@ def test_refusals_name_key_and_value(changes: dict[str, object], named: str) -> 
             "partial_rotary_factor=0.3",
         ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers="),
+        ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts=0"),
+        ("MixtralForCausalLM", {"num_local_experts": 10**6}, "num_local_experts=1000000"),
+        (
+            "MixtralForCausalLM",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9; supported: at most the 8 of num_local_experts",
+        ),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [2]}, "mlp_only_layers=.2.; .*from 0 to 1"),
+        ("Qwen3MoeForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
     ],
 )
 def test_refusals_of_the_other_families(

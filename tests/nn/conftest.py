@@ -201,6 +201,35 @@ FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
         },
     ),
     "olmo2": ("mlc_presets/olmo2_13b.json", {}),
+    "mixtral": (
+        "mistralai--Mixtral-8x7B-v0.1.json",
+        {"num_local_experts": 5, "sliding_window": 24},
+    ),
+    "qwen2_moe": (
+        "mlc_presets/qwen2moe.json",
+        {"num_hidden_layers": 4, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+        | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "num_experts": 6},
+    ),
+    "qwen3_moe": (
+        "Qwen--Qwen3-30B-A3B.json",
+        {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    ),
+    "olmoe": (
+        None,
+        {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "clip_qkv": None,
+            "hidden_act": "silu",
+            "norm_topk_prob": False,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "router_aux_loss_coef": 0.01,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 
@@ -249,6 +278,11 @@ class Pair:
     config: dict[str, object]
     reference: Any
     folder: Path
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a router decides what computes a token."""
+        return any(key.startswith(("num_experts", "num_local_experts")) for key in self.config)
 
     def build(self, dtype: str = "float32", kernels: Kernels | None = None) -> DecoderModel:
         """Load the folder into a Quire model, on the reference kernels if no others are given."""

@@ -4,6 +4,7 @@ any chunking."""
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,12 @@ def test_bfloat16_stays_near_float32(
     assert model.dtype == torch.bfloat16
     actual = drive(model, 128).feed(PROMPT)
     assert actual.dtype == torch.float32
-    assert (actual - expected).abs().mean() < 0.005 * expected.abs().max()
+    limit = 0.005 * expected.abs().max()
+    if pair.has_experts:  # a rounding may choose another expert, in transformers as well
+        theirs = copy.deepcopy(pair.reference).bfloat16()
+        strayed = theirs(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
+        limit = torch.maximum(limit, 1.5 * (strayed - expected).abs().mean())
+    assert (actual - expected).abs().mean() < limit
     assert torch.equal(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), actual)
 
 

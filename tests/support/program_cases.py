@@ -107,6 +107,12 @@ SPECS: dict[str, DecoderSpec] = {
         }
     ),
     "parallel": parallel_decoder(),
+    "qwen2 moe": declare(
+        SIZES
+        | {"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": [1], "num_experts": 5}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    ),
+    "olmoe": declare(SIZES | {"architectures": ["OlmoeForCausalLM"], "num_experts": 9}),
 }
 """Queries of the odd heads end within a panel of the CPU's weights."""
 

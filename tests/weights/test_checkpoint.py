@@ -326,3 +326,52 @@ def test_a_file_that_is_replaced_under_the_loader_does_not_matter(tmp_path: Path
         save_file({"model.norm.weight": torch.ones(9)}, tmp_path / "new")
         (tmp_path / "new").replace(tmp_path / "model.safetensors")
         assert torch.equal(_read(checkpoint, spec.embedding), tensors[spec.embedding.name])
+
+
+MOE = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mixtral's tensors as files keep them that name a layer's experts once."""
+    at, to = "model.layers.0.block_sparse_moe.", "model.layers.0.mlp."
+    found = {name: each for name, each in tensors.items() if at not in name}
+    found[f"{to}gate.weight"] = tensors[f"{at}gate.weight"]
+    experts = [
+        [tensors[f"{at}experts.{index}.{name}.weight"] for name in ("w1", "w3", "w2")]
+        for index in range(3)
+    ]
+    found[f"{to}experts.gate_up_proj"] = torch.stack([torch.cat(each[:2]) for each in experts])
+    found[f"{to}experts.down_proj"] = torch.stack([each[2] for each in experts])
+    return found
+
+
+def test_experts_may_be_stacked_in_one_tensor(tmp_path: Path) -> None:
+    spec = declare(MOE)
+    tensors = _tensors(spec, torch.bfloat16)
+    save_file(_stacked(tensors), tmp_path / "model.safetensors")
+    with SafetensorsCheckpoint(tmp_path, spec) as weights:
+        for tensor in spec.tensors:
+            out = torch.empty(tensor.shape)
+            weights.fill(out, tensor)
+            assert torch.equal(out, tensors[tensor.name].float())
+            located = weights.locate(tensor)
+            assert (located is None) == (len(tensor.shape) != 2)
+
+
+def test_stacked_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    stacked = _stacked(_tensors(declare(MOE)))
+    stacked["model.layers.0.mlp.experts.down_proj"] = torch.zeros(2, 8, 12)
+    save_file(stacked, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj is \[2, 8, 12\], .* \[3, 8, 12\]"):
+        SafetensorsCheckpoint(tmp_path, declare(MOE))
+
+
+def test_an_expert_that_an_index_lacks_is_named(tmp_path: Path) -> None:
+    spec = declare(MOE)
+    tensors = _tensors(spec)
+    del tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    weight_map = _shards(tmp_path, tensors)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    named = r"lacks 1 tensors: model.layers.0.block_sparse_moe.experts.2.w3.weight \[12, 8\]"
+    with pytest.raises(CheckpointError, match=named):
+        SafetensorsCheckpoint(tmp_path, spec)

@@ -23,7 +23,14 @@ from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
-from quire.models.declaration import DTYPE_BYTES, AttentionSpec, DecoderSpec, Mixer, MlpSpec
+from quire.models.declaration import (
+    DTYPE_BYTES,
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    Mixer,
+    MlpSpec,
+)
 from quire.models.pooling import PoolingSpec
 from quire.quant.formats import WeightFormats
 
@@ -166,6 +173,7 @@ class _Resolver:
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
         self._check_context()
+        self._check_experts()
         self._note_device()
         self._note_invariance()
         dtype = self._dtype()
@@ -578,6 +586,21 @@ class _Resolver:
         self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
 
+    def _check_experts(self) -> None:
+        """Refuse what the GPU's kernels have no mixtures of experts for."""
+        mixers = [mixer for block in self.spec.blocks for mixer in block.mixers]
+        weights = [
+            parts
+            for each in mixers
+            if isinstance(each, ExpertsSpec)
+            for parts in each.projections[1:3]
+        ]
+        if self.gpu is not None and any(self.formats.of(parts) for parts in weights):
+            raise ConfigError(
+                "the GPU's kernels compute experts of floating-point weights only; use a "
+                "checkpoint that is not quantized, without the option quantization, or device='cpu'"
+            )
+
     def _check_context(self) -> None:
         """Refuse a context that the model was not made for, unless `allow_long_context` is set."""
         wanted, longest = self.config.max_model_len, self.spec.max_context_len
@@ -629,6 +652,11 @@ def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
 
 
 def _mixer_width(mixer: Mixer) -> int:
-    """Return its first projection, and a copy of it or what is activated."""
+    """Return its first projection, and a copy of it or what is activated; of experts, each chosen
+    one's copy of the row and what is activated, twice."""
+    if isinstance(mixer, ExpertsSpec):
+        shared = 0 if mixer.shared is None else _mixer_width(mixer.shared)
+        width = mixer.router.num_inputs + 2 * mixer.inner
+        return len(mixer.experts) + mixer.routing.num_chosen * width + shared
     first = sum(part.num_outputs for part in mixer.projections[0])
     return first + (first if isinstance(mixer, AttentionSpec) else mixer.down.num_inputs)

@@ -14,13 +14,12 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.step_cost import StepCostModel, UnitCosts
 from quire.engine.plan.machine import Machine
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec, LinearSpec
+from quire.models.declaration import DecoderSpec
 from quire.quant.formats import WeightFormats
 
 logger = logging.getLogger(__name__)
@@ -72,10 +71,8 @@ def estimate(
     flops, ops, bandwidth = _rates(formats, machine)
     ends = () if spec.head is None else (spec.head,)
     head = formats.of(ends) if ends else None
-    head_bytes = _num_bytes(ends, formats, dtype) if ends else 1
-    layer_bytes = sum(
-        _num_bytes(parts, formats, dtype) for block in spec.blocks for parts in block.projections
-    )
+    head_bytes = formats.part_bytes(ends, dtype) if ends else 0
+    layer_bytes = formats.token_bytes(spec, dtype) - head_bytes
     per_token = spec.flops_per_token()
     return UnitCosts(
         step_s=_OVERHEAD_S + layer_bytes / bandwidth,
@@ -96,16 +93,6 @@ def _rates(formats: WeightFormats, machine: Machine) -> tuple[float, float, floa
     ops = rates.int8_ops if formats.has_integers else rates.float_flops
     bandwidth = min(_CPU_BYTES, machine.num_cores * _CPU_BYTES_PER_CORE)
     return machine.num_cores * rates.float_flops, machine.num_cores * ops, bandwidth
-
-
-def _num_bytes(parts: Sequence[LinearSpec], formats: WeightFormats, dtype: str) -> int:
-    held = formats.of(parts)
-    num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
-    return (
-        num_outputs * num_inputs * DTYPE_BYTES[dtype]
-        if held is None
-        else held.num_bytes(num_outputs, num_inputs)
-    )
 
 
 class StepCostFile:

@@ -1,0 +1,101 @@
+"""What families with mixtures of experts have in common: reading how experts are chosen, and the
+names of their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.models.config_reader import ConfigReader
+from quire.models.declaration import (
+    ExpertsSpec,
+    LinearSpec,
+    MlpSpec,
+    StackedPlace,
+    linear,
+)
+from quire.models.dimensions import read_windows
+from quire.program.operations import Activation, Routing
+
+MAX_EXPERTS = 4096
+"""In a layer; more is a mistake in a config, and would take minutes to declare."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls things within a mixture of experts."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def read_routing(
+    config: ConfigReader, key: str, defaults: tuple[int, int], *, is_normalised: bool
+) -> Routing:
+    """Read how many experts there are (`key`), of which `num_experts_per_tok` are chosen."""
+    num_experts = config.integer(key, defaults[0], maximum=MAX_EXPERTS)
+    num_chosen = config.integer("num_experts_per_tok", defaults[1])
+    if num_chosen > num_experts:
+        raise config.refuse("num_experts_per_tok", f"at most the {num_experts} of {key}")
+    return Routing(num_experts, num_chosen, is_normalised)
+
+
+def require_full_attention(config: ConfigReader, num_layers: int) -> None:
+    """Refuse windows: no sparse Qwen model that is published has any, and transformers' rule for
+    them differs from one family to the next."""
+    config.require("use_sliding_window", False)
+    config.ignore("sliding_window", "max_window_layers")  # of no effect without it
+    read_windows(config, ("full_attention",) * num_layers, None)
+
+
+def read_sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """Read which layers have experts: every `decoder_sparse_step`th, without
+    `mlp_only_layers`."""
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.integers("mlp_only_layers", num_layers - 1)
+    return tuple((index + 1) % step == 0 and index not in dense for index in range(num_layers))
+
+
+def experts(
+    at: str,
+    hidden: int,
+    inner: int,
+    routing: Routing,
+    activation: Activation,
+    names: ExpertNames | None = None,
+    stacked_at: str | None = None,
+) -> ExpertsSpec:
+    """Declare a router `at.gate`, and experts `at.experts.0`, ...
+
+    Newer files may keep all experts in two tensors under `stacked_at`.experts (by default `at`):
+    `gate_up_proj` [E, 2 * F, H] and `down_proj` [E, H, F].
+    """
+    names = names or ExpertNames()
+    count, stacked_at = routing.num_experts, stacked_at or at
+    share = routing.num_chosen / count
+
+    def part(name: str, inputs: int, outputs: int, place: StackedPlace) -> LinearSpec:
+        whole = linear(name, inputs, outputs)
+        return replace(whole, weight=replace(whole.weight, other_place=place), share=share)
+
+    def expert(index: int) -> MlpSpec:
+        name = f"{at}.experts.{index}"
+        gate = StackedPlace(
+            f"{stacked_at}.experts.gate_up_proj", (count, 2 * inner, hidden), index * 2 * inner
+        )
+        up = gate._replace(first_row=gate.first_row + inner)
+        down = StackedPlace(
+            f"{stacked_at}.experts.down_proj", (count, hidden, inner), index * hidden
+        )
+        return MlpSpec(
+            part(f"{name}.{names.gate}", hidden, inner, gate),
+            part(f"{name}.{names.up}", hidden, inner, up),
+            part(f"{name}.{names.down}", inner, hidden, down),
+            activation,
+        )
+
+    router = replace(linear(f"{at}.gate", hidden, count), keeps_floats=True)
+    if stacked_at != at:
+        place = StackedPlace(f"{stacked_at}.gate.weight", router.weight.shape, 0)
+        router = replace(router, weight=replace(router.weight, other_place=place))
+    return ExpertsSpec(router, tuple(map(expert, range(count))), routing)
