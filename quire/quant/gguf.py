@@ -10,6 +10,8 @@ format's description and the block layouts of ggml.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -72,13 +74,14 @@ class GgufWeights(WeightSource):
 
     def _read(self, tensor: TensorSpec) -> QuantizedWeight | Tensor:
         """Integers or float32, with the rows that the declaration means, in its order."""
-        stored = self._model.file.tensors[self._model.stored_name(tensor)]
+        name, shape, first = self._model.place_of(tensor)
+        stored = self._model.file.tensors[name]
+        if len(shape) == 3 or tensor.stored_rows is not None:
+            return self._decode(_rows_of(stored, first, tensor.shape))
         weight = self._decode(stored)
-        rows = torch.arange(tensor.first_row, tensor.first_row + tensor.shape[0])
-        if self._model.is_reordered(tensor):
-            rows = _halves_apart(rows, self._storage.head_dim)
-        elif tensor.stored_rows is None:
+        if not self._model.is_reordered(tensor):
             return weight
+        rows = _halves_apart(torch.arange(tensor.shape[0]), self._storage.head_dim)
         return weight[rows] if isinstance(weight, Tensor) else rows_of(weight, rows)
 
     def _decode(self, stored: GgufTensor) -> QuantizedWeight | Tensor:
@@ -107,6 +110,12 @@ class GgufWeights(WeightSource):
     def _check_unchanged(self) -> None:
         if FileState.of(os.fstat(self._file.fileno())) != self._model.file.state:
             raise CheckpointError(f"{self._path} has changed while it was being loaded")
+
+
+def _rows_of(stored: GgufTensor, first: int, shape: tuple[int, ...]) -> GgufTensor:
+    """Describe rows of a tensor as one of their own; its leading dimensions are rows."""
+    row_bytes = stored.num_bytes // math.prod(stored.shape[:-1])
+    return dataclasses.replace(stored, shape=shape, offset=stored.offset + first * row_bytes)
 
 
 class _Parts(NamedTuple):

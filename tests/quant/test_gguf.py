@@ -108,6 +108,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "encodings": {"ffn_g": "Q4_K", "ffn_u": "Q4_K"},
         "is_tied": True,
     },
+    "mixtral Q4_K": {
+        "family": "mixtral",
+        "encodings": {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K"},
+    },
+    "olmoe Q8_0": {"family": "olmoe", "encodings": {}},
+    "qwen2moe Q5_0": {"family": "qwen2moe", "encodings": {"ffn_down_exps": "Q5_0"}},
+    "qwen3moe Q4_0": {"family": "qwen3moe", "encodings": {"ffn_up_exps": "Q4_0", "attn": "Q5_0"}},
     "phi3 Q4_K": {"family": "phi3", "encodings": {"attn_qkv": "Q4_K", "ffn_up": "Q4_K"}},
 }
 

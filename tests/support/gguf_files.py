@@ -104,13 +104,19 @@ def floats(encoding: str, numbers: Array) -> tuple[bytes, Array]:
     return tensor.view(torch.int16).numpy().astype("<i2").tobytes(), tensor.float().numpy()
 
 
+EXPERTS, CHOSEN, INNER, SHARED = 5, 2, 64, 96
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 256, 256, 128, 8, 4, 32, 2
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _CLASSES |= {
     "gemma3": "Gemma3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
+_SPARSE = ("mixtral", "olmoe", "qwen2moe", "qwen3moe")
 _PROJECTIONS = {
     "attn_q": ("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN),
     "attn_k": ("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
@@ -140,6 +146,9 @@ class TinyModel:
         """`encodings`: the beginning of a GGUF name to an encoding; Q8_0 for other projections,
         F32 for the rest."""
         self.family = family
+        self.architecture = "llama" if family == "mixtral" else family
+        """As llama.cpp calls it."""
+        self.inner = INNER if family in ("qwen2moe", "qwen3moe") else FFN
         self._encodings = encodings
         self._rng = np.random.default_rng(seed)
         self.stored: dict[str, tuple[tuple[int, ...], int, bytes]] = {}
@@ -157,9 +166,10 @@ class TinyModel:
         for name, (module, num_outputs, num_inputs) in (
             _PHI_PROJECTIONS if self.family == "phi3" else _PROJECTIONS
         ).items():
-            heads = (
-                {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name) if self.family == "llama" else None
-            )
+            if self.family in _SPARSE and name.startswith("ffn"):
+                continue
+            is_reordered = self.architecture == "llama"
+            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name) if is_reordered else None
             self._matrix(
                 f"{at}.{name}.weight",
                 f"{hf}.{module}.weight",
@@ -167,13 +177,41 @@ class TinyModel:
                 "Q8_0",
                 heads,
             )
-            if self.family == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+            if self.family in ("qwen2", "qwen2moe") and name in ("attn_q", "attn_k", "attn_v"):
                 self._vector(f"{at}.{name}.bias", f"{hf}.{module}.bias", num_outputs, 0.1)
         for name, module in (_GEMMA_NORMS if self.is_gemma else _NORMS).items():
             self._norm(f"{at}.{name}", f"{hf}.{module}", HIDDEN)
-        if self.family in ("qwen3", "gemma3"):
-            self._norm(f"{at}.attn_q_norm", f"{hf}.self_attn.q_norm", HEAD_DIM)
-            self._norm(f"{at}.attn_k_norm", f"{hf}.self_attn.k_norm", HEAD_DIM)
+        if self.family in ("qwen3", "gemma3", "qwen3moe", "olmoe"):
+            wide = (HEADS, KV_HEADS) if self.family == "olmoe" else (1, 1)
+            self._norm(f"{at}.attn_q_norm", f"{hf}.self_attn.q_norm", wide[0] * HEAD_DIM)
+            self._norm(f"{at}.attn_k_norm", f"{hf}.self_attn.k_norm", wide[1] * HEAD_DIM)
+        if self.family in _SPARSE:
+            self._experts(at, hf)
+
+    def _experts(self, at: str, hf: str) -> None:
+        """All experts of a layer in one tensor for each role, a router, and a shared one."""
+        is_mixtral = self.family == "mixtral"
+        hf = f"{hf}.block_sparse_moe" if is_mixtral else f"{hf}.mlp"
+        names = {"gate": "w1", "up": "w3", "down": "w2"}
+        for role, short in names.items():
+            shape = (HIDDEN, self.inner) if role == "down" else (self.inner, HIDDEN)
+            name, module = f"{at}.ffn_{role}_exps.weight", short if is_mixtral else f"{role}_proj"
+            encoding = self._encodings.get(f"ffn_{role}_exps", "Q8_0")
+            data, numbers = random_blocks(encoding, (EXPERTS, *shape), self._rng)
+            self.stored[name] = ((EXPERTS, *shape), BLOCKS[encoding][0], data)
+            for expert, part in enumerate(numbers):
+                whole = torch.from_numpy(np.ascontiguousarray(part))
+                self.twin[f"{hf}.experts.{expert}.{module}.weight"] = whole
+        router = (EXPERTS, HIDDEN)
+        self._matrix(f"{at}.ffn_gate_inp.weight", f"{hf}.gate.weight", router, "F32")
+        if self.family == "qwen2moe":
+            for role in names:
+                shape = (HIDDEN, SHARED) if role == "down" else (SHARED, HIDDEN)
+                module = f"{hf}.shared_expert.{role}_proj.weight"
+                self._matrix(f"{at}.ffn_{role}_shexp.weight", module, shape, "Q8_0")
+            gate = f"{hf}.shared_expert_gate.weight"
+            self._vector(f"{at}.ffn_gate_inp_shexp.weight", gate, HIDDEN, 0.1)
+            self.twin[gate] = self.twin[gate][None]
 
     def _matrix(
         self, name: str, hf: str, shape: tuple[int, int], encoding: str, heads: int | None = None
@@ -227,9 +265,13 @@ class TinyModel:
             sizes |= {"attention.sliding_window": 8}
         if self.family == "gemma2":
             sizes |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        if self.family in _SPARSE:
+            sizes |= {"expert_count": EXPERTS, "expert_used_count": CHOSEN}
+            sizes |= {"expert_feed_forward_length": self.inner}
+            sizes |= {"expert_shared_feed_forward_length": SHARED}
         return {
-            "general.architecture": self.family,
-            **{f"{self.family}.{key}": value for key, value in sizes.items()},
+            "general.architecture": self.architecture,
+            **{f"{self.architecture}.{key}": value for key, value in sizes.items()},
         }
 
     @property
@@ -241,6 +283,14 @@ class TinyModel:
             extra |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         if self.family == "gemma3":
             extra |= {"rope_theta": 10000.0, "rope_local_base_freq": 10000.0}
+        if self.family in _SPARSE:
+            count = "num_local_experts" if self.family == "mixtral" else "num_experts"
+            extra |= {count: EXPERTS, "num_experts_per_tok": CHOSEN}
+        if self.family in ("qwen2moe", "qwen3moe"):
+            is_normalised = self.family == "qwen3moe"
+            extra |= {"moe_intermediate_size": INNER, "norm_topk_prob": is_normalised}
+        if self.family == "qwen2moe":
+            extra |= {"shared_expert_intermediate_size": SHARED}
         return {
             "architectures": [_CLASSES[self.family]], "hidden_size": HIDDEN,
             "intermediate_size": FFN,

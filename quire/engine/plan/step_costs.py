@@ -76,7 +76,7 @@ def estimate(
     per_token = spec.flops_per_token()
     return UnitCosts(
         step_s=_OVERHEAD_S + layer_bytes / bandwidth,
-        head_s=head_bytes / bandwidth,
+        head_s=max(head_bytes, 1) / bandwidth,
         token_s=per_token.layers / ops,
         output_s=_OUTPUT_OVERHEAD_S + per_token.head / (flops if head is None else ops),
         context_s=sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers) / bandwidth,

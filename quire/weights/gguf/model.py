@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec, TensorSpec
@@ -22,9 +22,12 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _NAMES: Final = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -33,6 +36,16 @@ _NAMES: Final = {
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_EXPERT_NAMES: Final = {
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "block_sparse_moe.gate": "ffn_gate_inp",
+}  # fmt: skip
+_EXPERT: Final = re.compile(r"\w+\.experts\.(\d+)\.(\w+)")
+_ROLES: Final = {
+    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down",
+    "w2": "down",
 }  # fmt: skip
 _GEMMA_NAMES: Final = _NAMES | {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -50,6 +63,15 @@ _FLOAT_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Gemma 2 27B and Gemma 3 27B scale queries by hidden_size / heads; the files do not say so,
 # llama.cpp knows it by depth.
 _GEMMA_SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
+
+
+class StoredPlace(NamedTuple):
+    """Where a tensor lies in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the stored tensor."""
+    first_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +105,25 @@ class GgufModel:
         return config
 
     def stored_name(self, tensor: TensorSpec) -> str:
-        """Return a tensor's name in the file."""
+        """Return the name of the stored tensor that holds it."""
+        return self.place_of(tensor).name
+
+    def place_of(self, tensor: TensorSpec) -> StoredPlace:
+        """Return where a tensor lies: all experts of a layer are in one, one after the other."""
+        shape, first_row = tensor.stored_shape, tensor.first_row
         match = _LAYER.fullmatch(tensor.name)
         if match is None:
             module, _, kind = tensor.name.rpartition(".")
-            return f"{_TOP_NAMES[module]}.{kind}"
-        names = _GEMMA_NAMES if self.has_shifted_norms else _NAMES
-        return f"blk.{match[1]}.{names[match[2]]}.{match[3]}"
+            return StoredPlace(f"{_TOP_NAMES[module]}.{kind}", shape, first_row)
+        layer, module, kind = match.groups()
+        if expert := _EXPERT.fullmatch(module):
+            count = self._integer("expert_count")
+            name = f"blk.{layer}.ffn_{_ROLES[expert[2]]}_exps.{kind}"
+            return StoredPlace(name, (count, *shape), int(expert[1]) * shape[0])
+        if module == "mlp.shared_expert_gate":
+            shape = shape[1:]
+        names = (_GEMMA_NAMES if self.has_shifted_norms else _NAMES) | _EXPERT_NAMES
+        return StoredPlace(f"blk.{layer}.{names[module]}.{kind}", shape, first_row)
 
     @property
     def has_shifted_norms(self) -> bool:
@@ -106,7 +140,8 @@ class GgufModel:
     def check(self, spec: DecoderSpec) -> None:
         """Check that the file has the declaration's tensors in their shapes, and no others. Raises
         CheckpointError."""
-        expected = {self.stored_name(tensor): tensor.stored_shape for tensor in spec.tensors}
+        places = map(self.place_of, spec.tensors)
+        expected = {name: shape for name, shape, _ in places}
         tensors = self.file.tensors
         wrong = [
             f"lacks {name} {list(shape)}" for name, shape in expected.items() if name not in tensors
@@ -130,11 +165,13 @@ class GgufModel:
         head_dim = self._integer("attention.key_length", hidden // max(1, num_heads))
         if self._integer("attention.value_length", head_dim) != head_dim:
             raise self._refuse("attention.value_length", f"attention.key_length, {head_dim}")
+        hf_name = ARCHITECTURES[self.architecture]
+        is_mixtral = self.architecture == "llama" and self._integer("expert_count", 0) > 0
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self.file.path} lacks token_embd.weight")
         return {
-            "architectures": [ARCHITECTURES[self.architecture]],
+            "architectures": ["MixtralForCausalLM" if is_mixtral else hf_name],
             "dtype": _FLOAT_NAMES.get(embedding.encoding.name, "bfloat16"),
             "hidden_size": hidden,
             "intermediate_size": self._integer("feed_forward_length"),
@@ -149,6 +186,8 @@ class GgufModel:
 
     def _family(self) -> dict[str, object]:
         """Keys that one family has alone."""
+        if self._integer("expert_count", 0):
+            return self._experts()
         if self.architecture == "llama":
             has = self.file.tensors.__contains__
             return {
@@ -172,6 +211,21 @@ class GgufModel:
             "sliding_window": self._integer("attention.sliding_window"),
             **{name: self._number(name) for name in caps},
         }
+
+    def _experts(self) -> dict[str, object]:
+        """llama.cpp knows by the architecture whether chosen experts' weights are normalised."""
+        key = "num_local_experts" if self.architecture == "llama" else "num_experts"
+        config: dict[str, object] = {
+            key: self._integer("expert_count"),
+            "num_experts_per_tok": self._integer("expert_used_count"),
+        }
+        if self.architecture in ("qwen2moe", "qwen3moe"):
+            config["norm_topk_prob"] = self.architecture == "qwen3moe"
+            config["moe_intermediate_size"] = self._integer("expert_feed_forward_length")
+        if self.architecture == "qwen2moe":
+            inner = self._integer("expert_shared_feed_forward_length")
+            config["shared_expert_intermediate_size"] = inner
+        return config
 
     def _rope(self) -> dict[str, object]:
         theta: dict[str, object] = {"rope_theta": self._number("rope.freq_base", 10000.0)}
