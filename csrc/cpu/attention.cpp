@@ -39,7 +39,8 @@ static void check_blocks(const AttentionProblem &problem, const Sequences &seque
                                         " and a table of " + std::to_string(problem.table_stride) + " blocks");
         }
         const int32_t *table = problem.block_tables + s * problem.table_stride;
-        for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t first_seen = problem.window > 0 ? max64(0, context - rows - problem.window + 1) : 0;
+        for (int64_t b = first_seen / problem.cache.block_size; b < blocks; ++b) {
             if (table[b] < 0 || table[b] >= problem.cache.num_blocks) {
                 throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " names block " +
                                             std::to_string(table[b]) + " of " + std::to_string(problem.cache.num_blocks));

@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "scratch.hpp"
 #include "timing.hpp"
@@ -45,21 +46,23 @@ class WantedTokens {
     bool are_few() const { return num_tokens_ >= 2 * count(); }
     int64_t count() const { return static_cast<int64_t>(tokens_.size()); }
     const std::vector<int64_t> &tokens() const { return tokens_; }  // of the whole step, ascending
-    StepInputs inputs() const {                                     // valid as long as this is
-        const Sequences sequences{query_start_.data(), context_len_.data(), static_cast<int64_t>(context_len_.size()), count()};
-        return {nullptr, positions_.data(), slots_.data(), sequences, block_tables_.data(), table_stride_, nullptr,
-                adapted_.is_empty() ? nullptr : &adapted_};
-    }
+    StepInputs inputs() const;                                      // valid as long as this is
 
    private:
+    struct Group {
+        std::vector<int64_t> slots;
+        std::vector<int32_t> block_tables;
+    };
+
     int64_t num_tokens_, table_stride_;
-    std::vector<int64_t> tokens_, positions_, slots_;
-    std::vector<int32_t> query_start_{0}, context_len_, block_tables_;
+    std::vector<int64_t> tokens_, positions_;
+    std::vector<int32_t> query_start_{0}, context_len_;
+    std::vector<Group> groups_;
     AdaptedRows adapted_;
 };
 
 WantedTokens::WantedTokens(const StepInputs &step)
-    : num_tokens_(step.sequences.num_tokens), table_stride_(step.table_stride) {
+    : num_tokens_(step.sequences.num_tokens), table_stride_(step.table_stride), groups_(step.groups.size()) {
     for (int64_t s = 0; s < step.sequences.count; ++s) {
         const int64_t first = step.sequences.query_start[s], end = step.sequences.query_start[s + 1];
         const int64_t wanted = step.num_wanted[s];
@@ -71,14 +74,24 @@ WantedTokens::WantedTokens(const StepInputs &step)
         for (int64_t t = end - wanted; t < end; ++t) {
             tokens_.push_back(t);
             positions_.push_back(step.positions[t]);
-            slots_.push_back(step.slots[t]);
+            for (size_t g = 0; g < groups_.size(); ++g) groups_[g].slots.push_back(step.groups[g].slots[t]);
         }
         query_start_.push_back(static_cast<int32_t>(count()));
         context_len_.push_back(step.sequences.context_len[s]);
-        const int32_t *table = step.block_tables + s * table_stride_;
-        block_tables_.insert(block_tables_.end(), table, table + table_stride_);
+        for (size_t g = 0; g < groups_.size(); ++g) {
+            const int32_t *table = step.groups[g].block_tables + s * table_stride_;
+            groups_[g].block_tables.insert(groups_[g].block_tables.end(), table, table + table_stride_);
+        }
     }
     if (step.adapted != nullptr) adapted_ = step.adapted->chosen(tokens_);
+}
+
+StepInputs WantedTokens::inputs() const {
+    const Sequences sequences{query_start_.data(), context_len_.data(), static_cast<int64_t>(context_len_.size()), count()};
+    std::vector<GroupTables> groups;
+    for (const Group &each : groups_) groups.push_back({each.slots.data(), each.block_tables.data()});
+    return {nullptr, positions_.data(), sequences, std::move(groups), table_stride_, nullptr,
+            adapted_.is_empty() ? nullptr : &adapted_};
 }
 
 // ---- operations ----
@@ -86,21 +99,22 @@ WantedTokens::WantedTokens(const StepInputs &step)
 // One forward pass: what all operations need, and each of them as a call.
 class Pass {
    public:
-    Pass(const ProgramLists &lists, const std::vector<KVCache> &caches, const StepInputs &step, const WantedTokens *wanted,
-         char *arena, void *result)
-        : table_(kernels()), dtype_(lists.dtype), caches_(caches), all_(step), wanted_(wanted), step_(step), arena_(arena),
-          result_(result) {}
+    Pass(const ProgramLists &lists, const std::vector<KVCache> &caches, const std::vector<int64_t> &groups,
+         const StepInputs &step, const WantedTokens *wanted, char *arena, void *result)
+        : table_(kernels()), dtype_(lists.dtype), caches_(caches), groups_(groups), all_(step), wanted_(wanted), step_(&step),
+          arena_(arena), result_(result) {}
 
     void run(const std::vector<Operation> &operations) {
-        const StepInputs narrow = wanted_ == nullptr ? all_ : wanted_->inputs();
+        const StepInputs narrow = wanted_ == nullptr ? StepInputs{} : wanted_->inputs();
         for (const Operation &each : operations) {
-            step_ = each.is_narrow ? narrow : all_;
+            step_ = each.is_narrow ? &narrow : &all_;
             if (num_tokens() > 0) run(each);
         }
     }
 
    private:
-    int64_t num_tokens() const { return step_.sequences.num_tokens; }
+    int64_t num_tokens() const { return step_->sequences.num_tokens; }
+    const GroupTables &tables_of(int64_t cache) const { return step_->groups[groups_[cache]]; }
     void *at(const Value &value) const {
         return value.column == Value::RESULT ? result_ : offset(arena_, value.column * all_.sequences.num_tokens, dtype_);
     }
@@ -120,9 +134,10 @@ class Pass {
     const KernelTable &table_;
     const DType dtype_;
     const std::vector<KVCache> &caches_;
+    const std::vector<int64_t> &groups_;
     const StepInputs &all_;
     const WantedTokens *wanted_;
-    StepInputs step_;  // of the rows that the operation computes
+    const StepInputs *step_;  // of the rows that the operation computes
     char *arena_;
     void *result_;
 };
@@ -146,7 +161,7 @@ void Pass::run(const Operation &operation) const {
     const Stopwatch stopwatch(KernelClass::elementwise);
     switch (operation.kind) {
         case Kind::embed:
-            return embedding(operation.table, operation.of_positions ? step_.positions : step_.token_ids, num_tokens(), out);
+            return embedding(operation.table, operation.of_positions ? step_->positions : step_->token_ids, num_tokens(), out);
         case Kind::scale:
             return over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
                 table_.scale(x, operation.factor, out, dtype_, first * width, last * width);
@@ -251,11 +266,12 @@ void Pass::prepare_heads(const Operation &operation) const {
     void *rows = at(operation.out);
     const KVCache *cache = operation.cache == Operation::NO_CACHE ? nullptr : &caches_[operation.cache];
     const void *key = offset(rows, query_width, dtype_), *value = offset(key, key_width, dtype_);
-    const KVRows kv{key, value, dtype_, num_tokens(), stride, stride, step_.slots};
+    const int64_t *slots = cache == nullptr ? nullptr : tables_of(operation.cache).slots;
+    const KVRows kv{key, value, dtype_, num_tokens(), stride, stride, slots};
     if (cache != nullptr) check_slots(kv, *cache);
     const NormWeight &query_norm = operation.norm, &key_norm = operation.key_norm;
     HeadRows heads{};
-    heads.rope = RopeRows{rows,   step_.positions, operation.rope,      dtype_, stride, shape.num_queries + shape.num_keys,
+    heads.rope = RopeRows{rows,   step_->positions, operation.rope,      dtype_, stride, shape.num_queries + shape.num_keys,
                           shape.size, operation.rope_half, false};
     heads.num_query_heads = shape.num_queries;
     if (is_of_heads(query_norm, shape.size)) heads.query_norm = rows_of(query_norm, nullptr, nullptr);
@@ -295,13 +311,13 @@ void Pass::attend(const Operation &operation) const {
         problem.bias_reach = operation.bias_reach;
     } else {
         problem.cache = caches_[operation.cache];
-        problem.block_tables = step_.block_tables;
-        problem.table_stride = step_.table_stride;
+        problem.block_tables = tables_of(operation.cache).block_tables;
+        problem.table_stride = step_->table_stride;
     }
     problem.scale = operation.scale;
     problem.soft_cap = operation.soft_cap;
     problem.window = operation.window;
-    paged_attention(problem, step_.sequences);
+    paged_attention(problem, step_->sequences);
 }
 
 // `out` may be where `x` is: rows move to the front, in order.
@@ -330,9 +346,9 @@ void Pass::scatter(const Operation &operation) const {
 
 // ---- the program ----
 
-void Program::set_caches(const std::vector<KVCache> &caches) {
+void Program::set_caches(const std::vector<KVCache> &caches, const std::vector<int64_t> &groups) {
     const int64_t count = static_cast<int64_t>(caches.size());
-    if (count != lists_.num_caches) {
+    if (count != lists_.num_caches || groups.size() != caches.size()) {
         throw std::invalid_argument("step: " + std::to_string(count) + " caches for " + std::to_string(lists_.num_caches) +
                                     " layers");
     }
@@ -345,8 +361,12 @@ void Program::set_caches(const std::vector<KVCache> &caches) {
             }
         }
     }
+    for (const int64_t group : groups) {
+        if (group < 0) throw std::invalid_argument("step: there is no group " + std::to_string(group));
+    }
     const std::lock_guard<std::mutex> guard(is_running_);
     caches_ = caches;
+    groups_ = groups;
 }
 
 void Program::check(const std::vector<const Adapter *> &adapters) const {
@@ -367,13 +387,18 @@ void Program::check(const std::vector<const Adapter *> &adapters) const {
 void Program::forward(const StepInputs &step, void *out) {
     const std::lock_guard<std::mutex> guard(is_running_);
     if (static_cast<int64_t>(caches_.size()) != lists_.num_caches) throw std::invalid_argument("step: there are no caches");
+    for (const int64_t group : groups_) {
+        if (group >= static_cast<int64_t>(step.groups.size())) {
+            throw std::invalid_argument("step: no block tables for group " + std::to_string(group));
+        }
+    }
     check_positions(step.positions, step.sequences.num_tokens, lists_.num_positions);
     char *arena = arena_.take(step.sequences.num_tokens * lists_.arena_width * size_of(lists_.dtype));
     if (step.num_wanted != nullptr) {
         const WantedTokens wanted(step);
-        if (wanted.are_few()) return Pass(lists_, caches_, step, &wanted, arena, out).run(lists_.wanted);
+        if (wanted.are_few()) return Pass(lists_, caches_, groups_, step, &wanted, arena, out).run(lists_.wanted);
     }
-    Pass(lists_, caches_, step, nullptr, arena, out).run(lists_.whole);
+    Pass(lists_, caches_, groups_, step, nullptr, arena, out).run(lists_.whole);
 }
 
 }  // namespace quire

@@ -80,11 +80,17 @@ struct Operation {
     int64_t bias_reach;
 };
 
+// Where the layers of one group keep keys and values: a slot for each token, and a block table for each sequence.
+struct GroupTables {
+    const int64_t *slots;         // [T]
+    const int32_t *block_tables;  // [S], rows StepInputs::table_stride entries apart
+};
+
 // The tokens of one step, and where everything of them is.
 struct StepInputs {
-    const int64_t *token_ids, *positions, *slots;  // [T]
+    const int64_t *token_ids, *positions;  // [T]
     Sequences sequences;
-    const int32_t *block_tables;  // [S], rows table_stride entries apart
+    std::vector<GroupTables> groups;
     int64_t table_stride;
     const int32_t *num_wanted;  // [S] hidden states that are wanted, of each sequence's last tokens; null: all
     const AdaptedRows *adapted;  // the tokens that use an adapter; null: none does
@@ -118,7 +124,7 @@ class Program {
     explicit Program(ProgramLists lists) : lists_(std::move(lists)) {}
 
     const ProgramLists &lists() const { return lists_; }
-    void set_caches(const std::vector<KVCache> &caches);  // by their numbers
+    void set_caches(const std::vector<KVCache> &caches, const std::vector<int64_t> &groups);  // by their numbers
 
     // std::invalid_argument for an adapter that was made for other weights.
     void check(const std::vector<const Adapter *> &adapters) const;
@@ -130,6 +136,7 @@ class Program {
    private:
     ProgramLists lists_;
     std::vector<KVCache> caches_;
+    std::vector<int64_t> groups_;  // of each cache: whose block tables it is read by
     Arena arena_;
     std::mutex is_running_;
 };

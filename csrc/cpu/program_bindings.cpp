@@ -5,6 +5,8 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <utility>
+
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "program.hpp"
@@ -198,10 +200,11 @@ static void init_program(Program *self, const Operations &whole, const Operation
                                     args.count("the number of positions", num_positions, 1)});
 }
 
-static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, uintptr_t query_start,
-                    uintptr_t context_len, int64_t num_sequences, int64_t num_tokens, uintptr_t block_tables,
-                    int64_t table_stride, uintptr_t num_wanted, const std::vector<const Adapter *> &adapters,
-                    uintptr_t of_token, uintptr_t out) {
+// `tables`: of each group, its slots and its block tables.
+static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, uintptr_t query_start, uintptr_t context_len,
+                    int64_t num_sequences, int64_t num_tokens, const std::vector<std::pair<uintptr_t, uintptr_t>> &tables,
+                    int64_t table_stride, uintptr_t num_wanted,
+                    const std::vector<const Adapter *> &adapters, uintptr_t of_token, uintptr_t out) {
     constexpr int64_t MOST = (int64_t{1} << 31) - 1;  // both are counted in 32 bits
     const Arguments args("Program.forward");
     args.between(0, MOST, "the number of tokens", num_tokens);
@@ -212,11 +215,15 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
     const AdaptedRows adapted(adapters, args.array<const int32_t>("of_token", of_token, {adapters.empty() ? 0 : num_tokens}),
                               adapters.empty() ? 0 : num_tokens);
     program.check(adapters);
+    std::vector<GroupTables> groups;
+    for (const auto &[slots, block_tables] : tables) {
+        groups.push_back({args.array<const int64_t>("slots", slots, {num_tokens}),
+                          args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride})});
+    }
     const StepInputs step{args.array<const int64_t>("token_ids", token_ids, {num_tokens}),
                           args.array<const int64_t>("positions", positions, {num_tokens}),
-                          args.array<const int64_t>("slots", slots, {num_tokens}),
                           sequences,
-                          args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride}),
+                          std::move(groups),
                           table_stride,
                           args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences}),
                           adapted.is_empty() ? nullptr : &adapted};
@@ -237,7 +244,7 @@ static void bind_program(nb::module_ &m) {
              "down"_a.none(), "router"_a.none(), "num_chosen"_a, "is_normalised"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
-        .def("set_caches", &Program::set_caches, "caches"_a)
+        .def("set_caches", &Program::set_caches, "caches"_a, "groups"_a)
         .def("forward", &forward, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_program);

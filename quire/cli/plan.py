@@ -83,7 +83,7 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
         "capacity": {
             "num_blocks": limits.num_blocks,
             "num_tokens": limits.num_slots,
-            "num_sequences_of_max_len": limits.num_slots // limits.max_model_len,
+            "num_sequences_of_max_len": limits.num_sequences(limits.max_model_len),
         },
         "estimated_steps": _estimated_steps(plan),
         "flops_per_token": {

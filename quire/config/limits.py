@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from quire.common.kv_windows import kept_window
+from quire.common.numbers import ceil_div
 from quire.errors import ConfigError
 
 Policy = Literal["fcfs", "priority", "fair"]
@@ -42,6 +45,11 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     """Prompts of more tokens are long; 0 means those that take more than half of
     a step's room for prompts."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of each group of layers, which has a block for each `block_size` tokens of a sequence: the
+    tokens back to which it looks, the query's own included. None: all of them."""
+    max_steps_in_flight: int = 2
+    """Steps that are planned before their outcomes are known."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -81,8 +89,47 @@ class SchedulerLimits:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark={self.watermark} must be at least 0 and below 1")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ConfigError(
+                f"windows={self.windows} must be one or more, each at least 1 or None"
+            )
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole pool holds."""
-        return self.num_blocks * self.block_size
+        """Tokens of which the whole pool holds everything that every group keeps of them."""
+        return self.num_blocks // len(self.windows) * self.block_size
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens of one sequence that steps in flight compute at most."""
+        return self.max_steps_in_flight * self.max_num_batched_tokens
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at once at most: of a group with a window
+        those of the window and of what is computed in one go."""
+        num_places = ceil_div(num_tokens, self.block_size)
+        return sum(min(num_places, self._max_places(window, num_places)) for window in self.windows)
+
+    def num_blocks_kept(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds while it decodes, token by token."""
+        num_places = ceil_div(num_tokens, self.block_size)
+        return sum(
+            num_places if window is None else min(num_places, ceil_div(window, self.block_size) + 1)
+            for window in self.windows
+        )
+
+    def num_sequences(self, num_tokens: int) -> int:
+        """Sequences of so many tokens that decode at once, the last of which was just let in."""
+        num_spare = self.num_blocks - self.num_blocks_for(num_tokens)
+        return 1 + num_spare // self.num_blocks_kept(num_tokens) if num_spare >= 0 else 0
+
+    def longest_len(self, most: int) -> int:
+        """The longest sequence, of at most so many tokens, that the whole pool holds."""
+        lengths = range(self.block_size, most + self.block_size, self.block_size)
+        num_places = bisect_right(lengths, self.num_blocks, key=self.num_blocks_for)
+        return min(most, num_places * self.block_size)
+
+    def _max_places(self, window: int | None, num_places: int) -> int:
+        if window is None:
+            return num_places
+        return kept_window(window, self.block_size, self.num_ahead).max_places

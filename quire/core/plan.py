@@ -125,6 +125,7 @@ class NewRow(NamedTuple):
     """Every token known so far: prompt, then output."""
     num_prompt_tokens: int
     block_table: tuple[int, ...]
+    """Place by place, a block of each group of layers; -1 where nothing reads it any more."""
     sampling: RowSampling
 
 
@@ -230,16 +231,18 @@ class AppendedTokens(NamedTuple):
 
 
 class AppendedBlocks(NamedTuple):
+    """A row's block table gets new places, with a block of each group of layers."""
+
     row: int
     blocks: tuple[int, ...]
 
 
 class ReplacedBlock(NamedTuple):
-    """Entry `place` of a row's block table now names `block` (copy-on-write,
-    or a merge of identical blocks)."""
+    """Entry `entry` of a row's block table now names `block` (copy-on-write, or a merge of
+    identical blocks); -1 where it was given back, being behind a window."""
 
     row: int
-    place: int
+    entry: int
     block: int
 
 

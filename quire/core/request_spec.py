@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from quire.common.numbers import ceil_div
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.prefix import Namespace
 from quire.core.plan import RowSampling
@@ -103,7 +102,7 @@ def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
         )
     # The last token sampled is never computed, so it needs no slot.
     num_slots = min(num_prompt + spec.max_tokens, limits.max_model_len) - 1
-    num_blocks = ceil_div(num_slots, limits.block_size)
+    num_blocks = limits.num_blocks_for(num_slots)
     if num_blocks > limits.num_blocks:
         raise PromptTooLongError(
             f"the prompt's {num_prompt} tokens and up to {num_slots + 1 - num_prompt} new "
@@ -123,10 +122,10 @@ def _fit_whole(spec: RequestSpec, num_prompt: int, limits: SchedulerLimits) -> R
             f"the text has {num_prompt} tokens, and the model takes {limits.max_model_len}; "
             "shorten it, or ask for its first ones with truncate_prompt_tokens"
         )
-    if ceil_div(num_prompt, limits.block_size) > limits.num_blocks:
+    num_blocks = limits.num_blocks_for(num_prompt)
+    if num_blocks > limits.num_blocks:
         raise PromptTooLongError(
-            f"the text's {num_prompt} tokens need "
-            f"{ceil_div(num_prompt, limits.block_size)} KV blocks of {limits.block_size}, but the "
-            f"whole pool has {limits.num_blocks}; give the KV cache more memory"
+            f"the text's {num_prompt} tokens need {num_blocks} KV blocks of {limits.block_size}, "
+            f"but the whole pool has {limits.num_blocks}; give the KV cache more memory"
         )
     return spec

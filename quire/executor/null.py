@@ -51,13 +51,22 @@ def extend_history(history: int, token_id: int) -> int:
     return mix64(history ^ mix64(token_id + 1))
 
 
-def null_logits(key: int, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.float64]:
-    """Return the oracle: logits after `token_ids`, computed from the plain list."""
+def null_logits(
+    key: int,
+    token_ids: Sequence[int],
+    vocab_size: int,
+    windows: Sequence[int | None] = (None,),
+) -> NDArray[np.float64]:
+    """Return the oracle: logits after `token_ids`, computed from the plain list, of what groups of
+    layers with these windows see of it."""
     histories, history = [], _EMPTY_HISTORY
     for token_id in token_ids:
         history = extend_history(history, token_id)
         histories.append(history)
-    return _logits(key, np.array(token_ids, np.int64), np.array(histories, np.uint64), vocab_size)
+    seen = [_first_seen(window, len(token_ids)) for window in windows]
+    tokens = np.concatenate([np.array(token_ids[first:], np.int64) for first in seen])
+    known = np.concatenate([np.array(histories[first:], np.uint64) for first in seen])
+    return _logits(key, tokens, known, vocab_size)
 
 
 def null_sample(
@@ -89,6 +98,11 @@ def null_logprobs(
         tuple(map(int, kept)),
         tuple(map(float, logprobs[kept])),
     )
+
+
+def _first_seen(window: int | None, end: int) -> int:
+    """The first position that the one before `end` sees."""
+    return 0 if window is None else max(0, end - window)
 
 
 def _logits(
@@ -123,8 +137,11 @@ class NullExecutor:
         self, num_rows: int, num_blocks: int, block_size: int, *, vocab_size: int = 32,
         key: int = 0,
         script: Script | None = None, companions: Iterable[Companion] = (),
+        windows: Sequence[int | None] = (None,),
     ) -> None:  # fmt: skip
-        self.rows = RowTable(num_rows, block_size)
+        """`windows` of the groups of layers are as in `SchedulerLimits`."""
+        self.rows = RowTable(num_rows, block_size, len(windows))
+        self._windows = windows
         self.companions = Companions(companions)
         self.vocab_size = vocab_size
         self.key = key
@@ -182,9 +199,10 @@ class NullExecutor:
     def close(self) -> None:
         """Do nothing."""
 
-    def poison(self, slots: NDArray[np.int64]) -> None:
-        """Overwrite slots with nonsense: for tests of the checks themselves."""
-        self._slot_tokens[slots] = -2
+    def poison(self, row: int, start: int, end: int) -> None:
+        """Overwrite positions of a row with nonsense: for tests of the checks themselves."""
+        for group in range(len(self._windows)):
+            self._slot_tokens[self._held_slots(row, start, end, group)] = -2
 
     def _dictate(self, work: RowWork) -> WorkResult:
         assert self._script is not None
@@ -210,10 +228,14 @@ class NullExecutor:
         end = work.start + work.num_tokens
         known = self.rows.num_tokens[work.row] + work.num_ahead
         assert end <= known, "work beyond the tokens the row knows"
-        assert end <= self.rows.num_blocks[work.row] * self.rows.block_size, (
-            "work beyond the row's blocks"
-        )
-        slots = self.rows.slots(work.row, max(work.start - 1, 0), end)
+        num_places = self.rows.num_blocks[work.row] // len(self._windows)
+        assert end <= num_places * self.rows.block_size, "work beyond the row's blocks"
+        for group in range(len(self._windows)):
+            self._write_group(work, self._held_slots(work.row, max(work.start - 1, 0), end, group))
+
+    def _write_group(self, work: RowWork, slots: NDArray[np.int64]) -> None:
+        """Write to the slots of a group; the first one, if there is one before, has the history."""
+        end = work.start + work.num_tokens
         if work.start == 0:
             history = _EMPTY_HISTORY
         else:
@@ -233,7 +255,7 @@ class NullExecutor:
 
     def _sample(self, work: RowWork, task: Sample) -> WorkResult:
         end, sampling = work.start + work.num_tokens, self.rows.sampling[work.row]
-        logits = self._read(self.rows.slots(work.row, 0, end))
+        logits = self._read(work.row, end)
         seeds = [derive_seed(sampling.seed, index) for index in range(task.count)]
         token_ids = tuple(null_sample(logits, sampling, seed, end) for seed in seeds)
         if sampling.num_logprobs is None:
@@ -259,7 +281,7 @@ class NullExecutor:
         )
 
     def _report_candidates(self, work: RowWork, task: Candidates) -> WorkResult:
-        logits = self._read(self.rows.slots(work.row, 0, work.start + work.num_tokens))
+        logits = self._read(work.row, work.start + work.num_tokens)
         return WorkResult(logprobs=(null_logprobs(logits, int(np.argmax(logits)), task.count),))
 
     def _score_prompt(self, work: RowWork, task: ScorePrompt) -> WorkResult:
@@ -268,13 +290,10 @@ class NullExecutor:
         )
         end = min(work.start + work.num_tokens + 1, int(self.rows.num_prompt_tokens[work.row]))
         num_alternatives = self.rows.sampling[work.row].num_prompt_logprobs or 0
-        slots, tokens = (
-            self.rows.slots(work.row, 0, work.start + work.num_tokens),
-            self.rows.tokens(work.row),
-        )
+        tokens = self.rows.tokens(work.row)
         targets = [(target, int(tokens[target])) for target in range(task.first, end)]
         scores = tuple(
-            null_logprobs(self._read(slots[:target]), token_id, num_alternatives)
+            null_logprobs(self._read(work.row, target), token_id, num_alternatives)
             for target, token_id in targets
         )
         return WorkResult(prompt_logprobs=scores)
@@ -284,10 +303,24 @@ class NullExecutor:
         end = work.start + work.num_tokens
         if end < int(self.rows.num_prompt_tokens[work.row]):
             return WorkResult()
-        logits = self._read(self.rows.slots(work.row, 0, end))
+        logits = self._read(work.row, end)
         return WorkResult(pooled=logits[:4].astype("<f4").tobytes())
 
-    def _read(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _read(self, row: int, end: int) -> NDArray[np.float64]:
+        """Logits after `end` tokens, of what each group sees of them."""
+        slots = np.concatenate(
+            [
+                self._held_slots(row, _first_seen(window, end), end, group)
+                for group, window in enumerate(self._windows)
+            ]
+        )
         return _logits(
             self.key, self._slot_tokens[slots], self._slot_histories[slots], self.vocab_size
         )
+
+    def _held_slots(self, row: int, start: int, end: int, group: int) -> NDArray[np.int64]:
+        slots = self.rows.slots(row, start, end, group)
+        assert (slots >= 0).all(), (
+            f"{self.rows.names[row]}: positions {start} to {end} of group {group} were given back"
+        )
+        return slots

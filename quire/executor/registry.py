@@ -24,6 +24,8 @@ class ExecutorSpec(NamedTuple):
     vocab_size: int
     build_worker: Callable[[], tuple[Worker, ProcessorTable]]
     """Loads the weights and allocates the KV memory, in the process that calls it."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers, as in `SchedulerLimits`."""
 
 
 def _inline(spec: ExecutorSpec) -> Executor:
@@ -35,7 +37,13 @@ def _inline(spec: ExecutorSpec) -> Executor:
 def _null(spec: ExecutorSpec) -> Executor:
     from quire.executor.null import NullExecutor
 
-    return NullExecutor(spec.num_rows, spec.num_blocks, spec.block_size, vocab_size=spec.vocab_size)
+    return NullExecutor(
+        spec.num_rows,
+        spec.num_blocks,
+        spec.block_size,
+        vocab_size=spec.vocab_size,
+        windows=spec.windows,
+    )
 
 
 EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {"inline": _inline, "null": _null}

@@ -135,7 +135,8 @@ class AttentionBatch:
     context_len: Tensor
     """int32 [S]"""
     block_tables: Tensor
-    """int32 [S, max blocks]; entries beyond a sequence's context are undefined."""
+    """int32 [S, max blocks]; entries beyond a sequence's context are undefined, and so are those of
+    blocks all of whose positions are behind the window of all of the sequence's queries."""
     slots: Tensor
     """int64 [T]: physical slot (block * block_size + offset)
     that each of the step's tokens is written to."""
@@ -145,6 +146,17 @@ class AttentionBatch:
     max_context_len: int
     shared: SharedPrefixes | None = None
     """Where sequences share blocks, for a back end that has a `shared_prefix_unit`."""
+    others: tuple[AttentionBatch, ...] = ()
+    """The same batch for groups of layers beyond the first: with their slots and block tables. Such
+    groups may share tensors, as their block tables share no block."""
+    group_of: tuple[int, ...] = ()
+    """Of each cache, by its number, the group of layers that it belongs to; empty: all the first.
+    """
+
+    def of_cache(self, cache: int) -> AttentionBatch:
+        """The batch as the layer with this cache sees it."""
+        group = self.group_of[cache] if self.group_of else 0
+        return self.others[group - 1] if group else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +384,8 @@ class Kernels(Protocol):
 
         query may be a strided view whose last two dimensions are contiguous.
 
-        `window` limits a query at position p to keys at positions above `p - window`. `soft_cap`
+        `window` limits a query at position p to keys at positions above `p - window`; what is
+        behind the windows of all queries of a sequence is not read. `soft_cap`
         replaces a score s by `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned
         to absolute positions, never to blocks, so that the block size does not change a bit of the
         result.

@@ -49,9 +49,11 @@ def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> WantedTokens | N
     shifts = torch.repeat_interleave(batch.query_start[1:] - ends, counts, output_size=count)
     rows = shifts + torch.arange(count, dtype=torch.int64, device=device)
     starts = torch.nn.functional.pad(ends, (1, 0))
-    return WantedTokens(
-        rows, replace(batch, query_start=starts, max_query_len=int(num_wanted.max()), shared=None)
+    narrow, *others = (
+        replace(each, query_start=starts, max_query_len=int(num_wanted.max()), shared=None)
+        for each in (batch, *batch.others)
     )
+    return WantedTokens(rows, replace(narrow, others=tuple(others)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Interpreter:
                 attended = kernels.paged_attention(
                     queries,
                     *step.kv_caches[cache],
-                    step.batch,
+                    step.batch.of_cache(cache),
                     scale=scale,
                     window=window,
                     soft_cap=soft_cap,
@@ -203,9 +205,8 @@ class Interpreter:
                     kernels.rope(part, step.positions, weights.ropes[table])
                 return x
             case ops.WriteKV(heads=heads, cache=cache):
-                kernels.write_kv(
-                    *split_heads(x, heads)[1:], *step.kv_caches[cache], step.batch.slots
-                )
+                slots = step.batch.of_cache(cache).slots
+                kernels.write_kv(*split_heads(x, heads)[1:], *step.kv_caches[cache], slots)
                 return x
             case ops.Embed(table=table, of=of):
                 ids = step.token_ids if of == "token_ids" else step.all_positions

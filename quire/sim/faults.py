@@ -19,7 +19,7 @@ from quire.sim.scenario import Faults
 
 def force_preemption(scheduler: Scheduler, sequence: Sequence) -> None:
     """Preempt a running sequence between two steps, needed or not."""
-    scheduler._preempt(assess(sequence, None, scheduler.manager.pool, scheduler.limits.block_size))
+    scheduler._preempt(assess(sequence, None, scheduler.manager))
 
 
 class FaultInjector:
@@ -61,7 +61,7 @@ class FaultInjector:
             place = self.random.randrange(len(results))
             work = plan.work[place]
             first = self.random.randint(work.start, work.start + work.num_tokens - 1)
-            executor.poison(executor.rows.slots(work.row, first, work.start + work.num_tokens))
+            executor.poison(work.row, first, work.start + work.num_tokens)
             results[place] = WorkResult(error="injected: non-finite numbers")
         if self._strikes(self.faults.step_error, step):
             results = [WorkResult(error="injected: the step failed")] * len(results)

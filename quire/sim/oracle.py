@@ -54,17 +54,20 @@ class _Beam(NamedTuple):
 
 @dataclass(slots=True)
 class Oracle:
-    """Answers for one executor's key and vocabulary."""
+    """Answers for one executor's key and vocabulary, and the windows of its groups of layers."""
 
     key: int
     vocab_size: int
+    windows: tuple[int | None, ...] = (None,)
     _logits: dict[tuple[int, ...], NDArray[np.float64]] = field(default_factory=dict)
 
     def logits(self, token_ids: tuple[int, ...]) -> NDArray[np.float64]:
         """After `token_ids`: float64 [vocab_size]."""
         known = self._logits.get(token_ids)
         if known is None:
-            known = self._logits[token_ids] = null_logits(self.key, token_ids, self.vocab_size)
+            known = self._logits[token_ids] = null_logits(
+                self.key, token_ids, self.vocab_size, self.windows
+            )
         return known
 
     def sample(self, spec: RequestSpec, index: int, max_tokens: int) -> ExpectedOutput:

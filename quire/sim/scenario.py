@@ -64,11 +64,15 @@ def can_serve(limits: SchedulerLimits, spec: RequestSpec) -> bool:
     """Return whether it can be served at all: stated here a second time,
     so that the refusals are checked."""
     num_prompt = len(spec.prompt_token_ids)
-    num_slots = min(num_prompt + spec.max_tokens, limits.max_model_len) - 1
-    return (
-        num_prompt < limits.max_model_len
-        and ceil_div(num_slots, limits.block_size) <= limits.num_blocks
-    )
+    size, num_blocks = limits.block_size, 0
+    num_places = ceil_div(min(num_prompt + spec.max_tokens, limits.max_model_len) - 1, size)
+    for window in limits.windows:
+        num_kept = num_places
+        if window is not None:  # or at least the last full block, and two steps in flight
+            num_tokens = max(window - 1, size) + 2 * limits.max_num_batched_tokens
+            num_kept = ceil_div(num_tokens, size) + 2
+        num_blocks += min(num_places, num_kept)
+    return num_prompt < limits.max_model_len and num_blocks <= limits.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +103,13 @@ class Scenario:
         return total + 10
 
 
-def make_scenario(seed: int, *, is_liveness: bool = False) -> Scenario:
+def make_scenario(seed: int, *, is_liveness: bool = False, has_windows: bool = False) -> Scenario:
     """Return the scenario of a seed. In liveness mode faults end early and everything
-    accepted must then end in time."""
+    accepted must then end in time. With windows, one or several groups of layers share the pool."""
     random = Random(seed)
     limits = _limits(random)
+    if has_windows:
+        limits = _with_windows(limits, Random(seed ^ 0x3147))
     documents = [tuple(random.randrange(3) for _ in range(limits.num_slots + 8)) for _ in range(3)]
     num_requests = random.randint(1, 14)
     arrivals = tuple(
@@ -131,6 +137,16 @@ def _limits(random: Random) -> SchedulerLimits:
         num_blocks, block_size, num_rows, budget, max_model_len, policy, caches, is_chunked,
         watermark, num_partial, random.randint(1, num_partial), random.choice((0, 0, 3)),
     )  # fmt: skip
+
+
+def _with_windows(limits: SchedulerLimits, random: Random) -> SchedulerLimits:
+    """One to three groups, at least one of them with a window, and longer sequences."""
+    near, far = random.randint(1, 6), random.randint(2, 16)
+    windows = random.choice(
+        ((near,), (far,), (None, near), (None, far), (None, near, near), (None, near, far))
+    )
+    longest = 60 if limits.enable_chunked_prefill else min(limits.max_num_batched_tokens, 60)
+    return replace(limits, windows=windows, max_model_len=random.randint(4, longest))
 
 
 def _pace(random: Random) -> PaceSpec | None:
@@ -187,7 +203,7 @@ class _Draw:
     def _lengths(self) -> tuple[tuple[int, ...], int]:
         """Return a prompt and how many tokens may follow; one in twenty cannot be served."""
         random, limits = self.random, self.limits
-        total = min(limits.num_slots + 1, limits.max_model_len)
+        total = min(limits.longest_len(limits.max_model_len) + 1, limits.max_model_len)
         if random.random() < 0.05:
             return self._prompt(total + random.randint(0, 5)), random.randint(1, 4)
         num_prompt = max(1, min(random.randint(1, total - 1), random.randint(1, total - 1)))

@@ -81,7 +81,7 @@ class Simulation:
         sabotage: Sabotage | None = None,
     ) -> None:
         self.scenario = scenario
-        self.oracle = Oracle(scenario.seed, VOCAB_SIZE)
+        self.oracle = Oracle(scenario.seed, VOCAB_SIZE, scenario.limits.windows)
         self.scheduler = _WatchedScheduler(
             scenario.limits,
             pace=None if scenario.pace is None else scenario.pace.build(),
@@ -89,7 +89,7 @@ class Simulation:
         )
         if scenario.hash == "colliding":
             self.scheduler.manager.index = PrefixIndex(
-                scenario.limits.block_size, _colliding_digest
+                scenario.limits.block_size, _colliding_digest, scenario.limits.windows
             )
         limits = scenario.limits
         self.executor = NullExecutor(
@@ -98,6 +98,7 @@ class Simulation:
             limits.block_size,
             vocab_size=VOCAB_SIZE,
             key=scenario.seed,
+            windows=limits.windows,
         )
         self.outcome = Outcome()
         self.requests: list[tuple[RequestSpec, Request]] = []

@@ -38,12 +38,15 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """The same on the host, T tokens of S sequences; fields as those of `AttentionBatch`."""
+    """The same on the host, T tokens of S sequences; fields as those of `AttentionBatch`, but for
+    the G groups of layers together."""
 
     query_start: NDArray[np.int32]
     context_len: NDArray[np.int32]
     block_tables: NDArray[np.int32]
+    """[G, S, places]"""
     slots: NDArray[np.int64]
+    """[G, T]"""
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     max_query_len: int
@@ -71,10 +74,18 @@ class StepArrays:
     def on_device(self, tensors: Sequence[Tensor]) -> StepInputs:
         """Return `parts`, and behind them what `run_arrays` gives, as tensors."""
         starts, lengths, tables, slots, places, token_ids, *of_runs = tensors
+        others = tuple(
+            AttentionBatch(
+                starts, lengths, tables[group], slots[group], places, self.max_query_len,
+                self.max_context_len,
+            )
+            for group in range(1, len(tables))
+        )  # fmt: skip
         shared = SharedPrefixes(*of_runs) if of_runs else None
         batch = AttentionBatch(
-            starts, lengths, tables, slots, places, self.max_query_len, self.max_context_len, shared
-        )
+            starts, lengths, tables[0], slots[0], places, self.max_query_len, self.max_context_len,
+            shared, others,
+        )  # fmt: skip
         return StepInputs(token_ids, batch, self.query_start.tolist())
 
 
@@ -82,7 +93,9 @@ def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
     """Move the inputs to the device of `stage`."""
     query_start = arrays.query_start.tolist()
     of_runs = (
-        run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()
+        run_arrays(arrays.runs, arrays.block_tables[0], query_start, block_size)
+        if arrays.runs
+        else ()
     )
     inputs = arrays.on_device(stage((*arrays.parts, *of_runs)))
     wanted = None if arrays.num_wanted is None else torch.from_numpy(arrays.num_wanted)
@@ -94,7 +107,8 @@ def gather(
 ) -> StepArrays:
     """Gather the step's tokens, positions and slots, in the order of the work.
 
-    No work, no call: `work` is not empty. `shared_unit` is `Kernels.shared_prefix_unit`.
+    No work, no call: `work` is not empty. `shared_unit` is `Kernels.shared_prefix_unit`, or None
+    where the first group of layers has a window.
     """
     row_ids, starts, counts = list(zip(*work, strict=True))[:3]
     sequence_rows = np.array(row_ids, np.int64)
@@ -111,13 +125,15 @@ def gather(
         positions = np.arange(query_start[-1]) + np.repeat(first, counts)
     context_len = list(map(operator.add, starts, counts))
     max_context_len = max(context_len)
-    block_places, offsets = np.divmod(positions, rows.block_size)
-    slots = (
-        np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64)
-        + offsets
+    num_groups, num_places = rows.num_groups, -(-max_context_len // rows.block_size)
+    places, offsets = np.divmod(positions, rows.block_size)
+    entries = places * num_groups + np.arange(num_groups)[:, None]
+    blocks = rows.block_tables[token_rows, entries]
+    slots = np.multiply(blocks, rows.block_size, dtype=np.int64) + offsets
+    tables = rows.block_tables[sequence_rows, : num_places * num_groups]
+    block_tables = np.ascontiguousarray(
+        tables.reshape(len(work), num_places, num_groups).transpose(2, 0, 1)
     )
-    num_columns = -(-max_context_len // rows.block_size)
-    block_tables = rows.block_tables[sequence_rows, :num_columns]
     runs: list[PrefixRun] = []
     if (
         shared_unit is not None
@@ -126,7 +142,7 @@ def gather(
         and len(work) > 1
     ):
         num_known = [start // rows.block_size for start in starts]
-        runs = find_runs(block_tables, num_known, shared_unit // rows.block_size)
+        runs = find_runs(block_tables[0], num_known, shared_unit // rows.block_size)
     return StepArrays(
         query_start=np.array(query_start, np.int32),
         context_len=np.array(context_len, np.int32),

@@ -221,6 +221,7 @@ class ScratchBlock(NamedTuple):
 
     block: int
     block_size: int
+    num_groups: int = 1
 
 
 def padded(arrays: StepArrays | None, shape: StepShape, scratch: ScratchBlock) -> StepArrays:
@@ -238,14 +239,15 @@ def padded(arrays: StepArrays | None, shape: StepShape, scratch: ScratchBlock) -
         num_tokens + np.arange(-num_sequences, num_rows - num_sequences + 1), num_rows
     ).astype(np.int32)
     context_len = np.ones(num_rows, np.int32)
-    block_tables = np.full((num_rows, num_columns), scratch.block, np.int32)
-    slots = np.full(num_rows, scratch.block * scratch.block_size, np.int64)
+    num_groups = scratch.num_groups
+    block_tables = np.full((num_groups, num_rows, num_columns), scratch.block, np.int32)
+    slots = np.full((num_groups, num_rows), scratch.block * scratch.block_size, np.int64)
     positions, token_ids = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     if arrays is not None:
         query_start[: num_sequences + 1] = arrays.query_start
         context_len[:num_sequences] = arrays.context_len
-        block_tables[:num_sequences, : arrays.block_tables.shape[1]] = arrays.block_tables
-        slots[:num_tokens], positions[:num_tokens] = arrays.slots, arrays.positions
+        block_tables[:, :num_sequences, : arrays.block_tables.shape[2]] = arrays.block_tables
+        slots[:, :num_tokens], positions[:num_tokens] = arrays.slots, arrays.positions
         token_ids[:num_tokens] = arrays.token_ids
     return StepArrays(
         query_start,

@@ -1,4 +1,4 @@
-"""The KV tensors: one pair per layer, allocated once, never grown."""
+"""The KV tensors: one pair per layer of a group, allocated once, never grown."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from quire.kernels.host_memory import populate
 from quire.kernels.interface import Kernels
 from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
+from quire.models.kv_layout import KVLayout
 from quire.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -58,30 +59,40 @@ class KVMemory:
     """
 
     def __init__(
-        self, layers: Sequence[KVLayerSpec], shape: PoolShape, device: torch.device
+        self,
+        layers: Sequence[KVLayerSpec],
+        shape: PoolShape,
+        device: torch.device,
+        layout: KVLayout | None = None,
     ) -> None:
+        """By default, the layers are one group that keeps everything."""
+        layout = layout or KVLayout((None,), (0,) * len(layers), tuple(range(len(layers))))
+        self.layout = layout
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self.caches: list[tuple[Tensor, Tensor]] = []
-        for layer in layers:
-            sizes = (shape.num_blocks, layer.num_kv_heads, shape.block_size, layer.head_dim)
-            keys, values = (empty_cache(*sizes, shape.kv_format, device) for _ in range(2))
-            self.caches.append((keys, values))
+        """Of each layer; layers of different groups may share them."""
+        for layer, place in zip(layers, layout.place_of, strict=True):
+            if place not in pairs:
+                sizes = (shape.num_blocks, layer.num_kv_heads, shape.block_size, layer.head_dim)
+                keys, values = (empty_cache(*sizes, shape.kv_format, device) for _ in range(2))
+                pairs[place] = keys, values
+            self.caches.append(pairs[place])
+        self._tensors = [tensor for pair in pairs.values() for tensor in pair]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of every layer."""
-        return len(self.caches[0][0])
+        """Blocks of all groups together."""
+        return len(self._tensors[0])
 
     @property
     def num_bytes(self) -> int:
         """Size of all tensors, resident or not."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.caches)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def populate(self, num_threads: int) -> None:
         """Make all of a CPU's pages resident, on so many threads."""
         with ThreadPoolExecutor(num_threads) as threads:
-            deque(
-                threads.map(populate, (tensor for pair in self.caches for tensor in pair)), maxlen=0
-            )
+            deque(threads.map(populate, self._tensors), maxlen=0)
 
     def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels, stage: Staging) -> None:
         """Carry out a plan's block copies in every layer; all reads happen before any write."""
@@ -89,6 +100,4 @@ class KVMemory:
             sources, destinations = stage(
                 [np.array(ids, np.int64) for ids in zip(*copies, strict=True)]
             )
-            kernels.copy_blocks(
-                [tensor for pair in self.caches for tensor in pair], sources, destinations
-            )
+            kernels.copy_blocks(self._tensors, sources, destinations)

@@ -23,14 +23,17 @@ _INITIAL_COLUMNS = 64
 class RowTable:
     """`num_rows` rows; columns grow (by doubling) to the longest sequence seen."""
 
-    def __init__(self, num_rows: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, block_size: int, num_groups: int = 1) -> None:
+        """Each `block_size` tokens have a block of each of `num_groups` groups of layers."""
         self.block_size = block_size
+        self.num_groups = num_groups
         self.token_ids: Int32Array = np.zeros((num_rows, _INITIAL_COLUMNS), np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_tables: Int32Array = np.zeros(
-            (num_rows, ceil_div(_INITIAL_COLUMNS, block_size)), np.int32
+            (num_rows, num_groups * ceil_div(_INITIAL_COLUMNS, block_size)), np.int32
         )
+        """Entries as in `NewRow.block_table`."""
         self.num_blocks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.sampling: list[RowSampling] = [RowSampling()] * num_rows
         self.names: list[str] = [""] * num_rows
@@ -46,8 +49,8 @@ class RowTable:
         for appended in plan.appended_tokens:
             for token_id in appended.token_ids:
                 self.append_token(appended.row, token_id)
-        for row, index, block in plan.replaced_blocks:
-            self.block_tables[row, index] = block
+        for row, entry, block in plan.replaced_blocks:
+            self.block_tables[row, entry] = block
         for row, blocks in plan.appended_blocks:
             self._append_blocks(row, blocks)
 
@@ -65,7 +68,7 @@ class RowTable:
         row = work.row
         end = work.start + work.num_tokens - result.num_rejected
         if result.num_rejected:
-            self.num_blocks[row] = ceil_div(end, self.block_size)
+            self.num_blocks[row] = ceil_div(end, self.block_size) * self.num_groups
         for token_id in result.token_ids[: end + 1 - int(self.num_tokens[row])]:
             self.append_token(row, token_id)
 
@@ -93,10 +96,11 @@ class RowTable:
         """Return a view of the row's known tokens."""
         return self.token_ids[row, : self.num_tokens[row]]
 
-    def slots(self, row: int, start: int, end: int) -> NDArray[np.int64]:
-        """Physical slots of the row's positions [start, end)."""
+    def slots(self, row: int, start: int, end: int, group: int = 0) -> NDArray[np.int64]:
+        """Physical slots of the row's positions [start, end) in a group of layers."""
         positions = np.arange(start, end)
-        blocks = self.block_tables[row, positions // self.block_size].astype(np.int64)
+        entries = positions // self.block_size * self.num_groups + group
+        blocks = self.block_tables[row, entries].astype(np.int64)
         slots: NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
         return slots
 

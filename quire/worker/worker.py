@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 
@@ -76,7 +77,9 @@ class Worker:
 
     def use_graphs(self, backend: GraphBackend, settings: GraphSettings) -> None:
         """Record small steps and replay them; the last block of the memory must be in no pool."""
-        scratch = ScratchBlock(self.memory.num_blocks - 1, self.rows.block_size)
+        scratch = ScratchBlock(
+            self.memory.num_blocks - 1, self.rows.block_size, self.rows.num_groups
+        )
         self.graphs = StepGraphs(self._forward, self._stage, backend, settings, scratch)
 
     @torch.inference_mode()
@@ -86,7 +89,10 @@ class Worker:
         return self.graphs is not None and self.graphs.record_next()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        context = StepContext(inputs.batch, self.memory.caches, inputs.num_wanted, inputs.rows)
+        batch = inputs.batch
+        if batch.others:
+            batch = replace(batch, group_of=self.memory.layout.group_of)
+        context = StepContext(batch, self.memory.caches, inputs.num_wanted, inputs.rows)
         token_ids = (
             inputs.token_ids
             if self.last_tokens is None
@@ -176,7 +182,9 @@ class Worker:
 
     def _hidden(self, work: Sequence[RowWork]) -> HiddenStates:
         """Return the forward pass, from a graph where one was recorded."""
-        arrays = gather(self.rows, work, shared_unit=self.model.kernels.shared_prefix_unit)
+        is_whole = self.memory.layout.windows[0] is None
+        shared_unit = self.model.kernels.shared_prefix_unit if is_whole else None
+        arrays = gather(self.rows, work, shared_unit=shared_unit)
         states = None if self.graphs is None else self.graphs.forward(arrays)
         if states is None:
             states = self._forward(move(arrays, self.rows.block_size, self._stage))

@@ -63,7 +63,9 @@ class Engine:
         )
         self.scheduler.update(plan, StepResult(plan.step_id, results), self.now + 0.5)
         self.recorder.end(self.now + 0.5)
-        self.cached[plan.step_id] = {node.block for node in self.scheduler.manager.index.nodes()}
+        self.cached[plan.step_id] = {
+            block for node in self.scheduler.manager.index.nodes() for block in node.blocks
+        }
         return plan
 
     def burst(self, num_steps: int) -> None:

@@ -129,7 +129,7 @@ def test_a_poisoned_or_overwritten_slot_changes_the_outcome() -> None:
             .token_ids[0]
         )
         if spoil == "poison":
-            executor.poison(executor.rows.slots(0, 1, 2))
+            executor.poison(0, 1, 2)
         else:
             executor.execute(
                 replace(

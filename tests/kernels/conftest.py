@@ -115,6 +115,18 @@ class Paged:
             )
         return caches[0], caches[1], self.batch(tables)
 
+    def give_back(self, window: int, caches: tuple[Tensor, Tensor], batch: AttentionBatch) -> None:
+        """Put what is not a number behind the windows of each sequence's queries, and -1 in place
+        of blocks of which nothing is left."""
+        block_size = caches[0].shape[2]
+        for (num_queries, context), table in zip(self.lens, batch.block_tables, strict=True):
+            first = max(0, context - num_queries - window + 1)
+            for position in range(first):
+                block, offset = int(table[position // block_size]), position % block_size
+                for cache in caches:
+                    cache[block, :, offset].view(torch.uint8).fill_(0xFF)
+            table[: first // block_size] = -1
+
     def batch(self, tables: Tensor) -> AttentionBatch:
         query_lens, contexts = [q for q, _ in self.lens], [c for _, c in self.lens]
         positions = torch.cat([torch.arange(c - q, c) for q, c in self.lens])

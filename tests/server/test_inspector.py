@@ -34,6 +34,7 @@ def _inspection() -> Inspection:
         now_s=1.0,
         num_blocks=8,
         block_size=16,
+        num_groups=1,
         max_num_seqs=4,
         max_num_batched_tokens=64,
         last_step=2,

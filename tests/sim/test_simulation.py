@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.kvcache.manager import PrefixMatch
+from quire.core.kvcache.manager import BlockTable, PrefixMatch
 from quire.core.scheduler.scheduler import Scheduler
 from quire.sim.scenario import Faults, Scenario, make_scenario
 from quire.sim.simulation import Simulation, SimulationError
@@ -50,6 +50,50 @@ def test_answers_are_the_oracles_where_tokens_are_guessed(chance: float) -> None
         num_guessed += simulation.scheduler.stats.num_run_tokens
         num_right += sum(simulation.scheduler.stats.num_right_by_place)
     assert num_guessed > _NUM_SEEDS and num_right > 0.8 * chance**4 * num_guessed
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.timeout(600)
+def test_answers_are_the_oracles_where_groups_of_layers_have_windows(is_overlapped: bool) -> None:
+    """One pool serves groups that keep everything and groups that give blocks back."""
+    num_given_back = 0
+    for seed in range(is_overlapped, _NUM_SEEDS // 2, 2):
+        scenario = make_scenario(seed, is_liveness=seed % 4 > 1, has_windows=True)
+        chance = 0.6 if seed % 3 == 0 else None
+        simulation = Simulation(scenario, is_overlapped=is_overlapped, draft_chance=chance)
+        manager = simulation.scheduler.manager
+        give_back = manager.give_back
+
+        def counted(*args: Any, give_back: Callable[..., list[int]] = give_back) -> list[int]:
+            nonlocal num_given_back
+            entries = give_back(*args)
+            num_given_back += len(entries)
+            return entries
+
+        manager.give_back = counted  # type: ignore[method-assign,assignment]
+        simulation.run()
+    assert num_given_back > 1000
+
+
+@pytest.mark.parametrize("is_audited", [False, True])
+def test_a_block_that_is_given_back_too_early_is_noticed(is_audited: bool) -> None:
+    def hasty(scheduler: Scheduler) -> None:
+        manager, give_back = scheduler.manager, scheduler.manager.give_back
+
+        def early(table: BlockTable, num_computed: int) -> list[int]:
+            num_slots = manager.num_places(table) * manager.block_size
+            return give_back(table, min(num_computed + manager.block_size, num_slots))
+
+        manager.give_back = early  # type: ignore[method-assign]
+
+    num_caught = 0
+    for seed in range(60):
+        scenario = make_scenario(seed, has_windows=True)
+        try:
+            Simulation(scenario, is_audited=is_audited, sabotage=hasty).run()
+        except SimulationError:
+            num_caught += 1
+    assert num_caught > 0
 
 
 @pytest.mark.parametrize("seed", _PAST_SEEDS)
@@ -196,7 +240,7 @@ def _digests_believed(scheduler: Scheduler) -> None:
 
 
 def _merged_without_telling_the_worker(scheduler: Scheduler) -> None:
-    scheduler._builder.replace_block = lambda row, index, block: None  # type: ignore[method-assign]
+    scheduler._builder.replace_block = lambda row, entry, block: None  # type: ignore[method-assign]
 
 
 def _forks_with_the_parents_seed(scheduler: Scheduler) -> None:

@@ -40,8 +40,8 @@ def _arrays(
     return StepArrays(
         starts,
         lengths,
-        tables,
-        numbers,
+        tables[None],
+        numbers[None],
         numbers + 100,
         numbers + 200,
         max(query_lens),
@@ -61,14 +61,14 @@ def test_padding_adds_sequences_of_one_scratch_token_and_then_empty_ones(
     num_padded = 8 - num_tokens
     assert lengths == query_lens + [1] * num_padded + [0] * (8 - num_sequences - num_padded)
     assert got.query_start[0] == 0 and got.query_start[-1] == 8
-    assert got.block_tables.shape == (8, 4)
-    assert (got.block_tables[:num_sequences, :3] == arrays.block_tables).all()
-    assert (got.block_tables[num_sequences:] == 99).all() and (
+    assert got.block_tables.shape == (1, 8, 4)
+    assert (got.block_tables[:, :num_sequences, :3] == arrays.block_tables).all()
+    assert (got.block_tables[:, num_sequences:] == 99).all() and (
         got.context_len[num_sequences:] == 1
     ).all()
-    assert (got.slots[num_tokens:] == 99 * 4).all() and (got.positions[num_tokens:] == 0).all()
+    assert (got.slots[:, num_tokens:] == 99 * 4).all() and (got.positions[num_tokens:] == 0).all()
     for mine, theirs in zip(got.parts[3:], arrays.parts[3:], strict=True):
-        assert (mine[:num_tokens] == theirs).all() and len(mine) == 8
+        assert (mine[..., :num_tokens] == theirs).all() and mine.shape[-1] == 8
     assert [part.dtype for part in got.parts] == [part.dtype for part in arrays.parts]
     assert (got.max_query_len, got.max_context_len) == (8, 16)
 

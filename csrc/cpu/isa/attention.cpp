@@ -59,7 +59,13 @@ static void begin_split(Workspace &w, int64_t rows) {
 
 // ---- where a tile is, and which rows see what of it ----
 
-// Stands for the rows from the end of the context on.
+// The first position that any row of a task sees.
+static int64_t first_seen(const AttentionProblem &problem, const AttentionTask &task) {
+    return problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
+}
+
+// Stands for the rows that no row of a task sees: from the end of the context on, and behind the window, whose blocks may be
+// another sequence's by now and hold numbers that are not finite.
 alignas(64) static const char zero_row[kv_row_bytes(KVFormat::f32, MAX_HEAD_SIZE)] = {};
 
 static void locate_rows(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
@@ -77,11 +83,14 @@ static void locate_rows(const AttentionProblem &problem, const AttentionTask &ta
 static void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
     if (problem.is_bidirectional()) return locate_rows(problem, task, base, tile);
     const KVCache &cache = problem.cache;
-    const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / cache.block_size;
     const int64_t row_bytes = cache.row_bytes(), head_bytes = cache.block_size * row_bytes;
     const int64_t num_rows = min64(TILE, task.context_len - base);
-    int64_t within = base % cache.block_size;
-    for (int64_t i = 0; i < num_rows; ++table, within = 0) {
+    const int64_t num_hidden = min64(max64(0, first_seen(problem, task) - base), num_rows);
+    const int32_t *table =
+        problem.block_tables + task.sequence * problem.table_stride + (base + num_hidden) / cache.block_size;
+    int64_t within = (base + num_hidden) % cache.block_size;
+    for (int64_t i = 0; i < num_hidden; ++i) tile.rows[i] = tile.rows[TILE + i] = zero_row;
+    for (int64_t i = num_hidden; i < num_rows; ++table, within = 0) {
         const int64_t end = i + min64(num_rows - i, cache.block_size - within);
         int64_t at = (*table * cache.num_kv_heads + task.kv_head) * head_bytes + within * row_bytes;
         for (; i < end; ++i, at += row_bytes) {
@@ -138,8 +147,7 @@ static void merge(float *max_to, float *total_to, float *out_to, const float *ma
 
 // The positions of a task's tiles begin at multiples of TILE, from the first that any of its rows sees.
 static int64_t first_tile(const AttentionProblem &problem, const AttentionTask &task) {
-    const int64_t first_seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
-    return max64(task.begin, max64(task.first_split * int64_t{SPLIT}, first_seen / TILE * TILE));
+    return max64(task.begin, max64(task.first_split * int64_t{SPLIT}, first_seen(problem, task) / TILE * TILE));
 }
 
 static int64_t end_of_tiles(const AttentionProblem &problem, const AttentionTask &task) {

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from quire.core.kvcache.manager import BlockTable, KVCacheManager
 from quire.core.kvcache.pool import BlockPool
-from quire.core.kvcache.prefix import ChainKeys, PrefixIndex, PrefixNode
+from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixIndex, PrefixNode
 
 
 def audit_manager(
@@ -23,12 +23,12 @@ def audit_manager(
     """Check the pool, the index and how `tables` (all that exist) name the blocks."""
     tables = list(tables)
     audit_pool(manager.pool)
-    _audit_references(manager.pool, tables)
+    _audit_references(manager, tables)
     audit_index(manager.index, manager.pool, deep=deep)
     num_unused = 0
     for table in tables:
         _audit_table(manager, table)
-        num_unused += len(table.blocks) * manager.block_size - table.num_filled
+        num_unused += manager.num_places(table) * manager.block_size - table.num_filled
     assert manager.num_unused_slots == num_unused, (
         f"{manager.num_unused_slots} unused slots counted, {num_unused} exist"
     )
@@ -64,110 +64,148 @@ def audit_index(index: PrefixIndex, pool: BlockPool, *, deep: bool = True) -> No
     """Check that every cached block hangs on a live parent, in order, under its own digest,
     and its referenced ones are full."""
     num_full = 0
-    for block, node in index._by_block.items():
-        assert node.block == block, f"block {block} is cached under a node of block {node.block}"
+    cached = dict[int, PrefixNode]()
+    for node in index.nodes():
+        cached.update((block, node) for block in node.blocks if block != NO_BLOCK)
         num_full += _audit_node(index, pool, node)
         if deep and node.digest:
             _audit_digest(index, node)
+    assert cached == index._by_block, f"{index._by_block} are cached, the tree has {cached}"
     assert len(index._by_digest) == num_full, (
-        f"{len(index._by_digest)} digests for {num_full} full blocks"
+        f"{len(index._by_digest)} digests for {num_full} full nodes"
     )
     for namespace, root in index._roots.items():
-        is_live = root.namespace == namespace and root.block == -1 and root.children
+        is_live = root.namespace == namespace and not root.blocks and root.children
         assert is_live, f"namespace {namespace} has a stale root"
         _audit_children(index, root)
 
 
-def _audit_references(pool: BlockPool, tables: list[BlockTable]) -> None:
+def _audit_references(manager: KVCacheManager, tables: list[BlockTable]) -> None:
     owners: Counter[int] = Counter()
-    places: dict[int, int] = {}
+    entries: dict[int, int] = {}
     for table in tables:
-        assert len(set(table.blocks)) == len(table.blocks), (
-            f"a table names a block twice: {table.blocks}"
-        )
-        owners.update(table.blocks)
-        for place, block in enumerate(table.blocks):
-            known = places.setdefault(block, place)
-            assert known == place, (
-                f"block {block} is shared at places {known} and {place} of two tables"
+        named = [block for block in table.blocks if block != NO_BLOCK]
+        assert len(set(named)) == len(named), f"a table names a block twice: {table.blocks}"
+        owners.update(named)
+        for entry, block in enumerate(table.blocks):
+            known = entry if block == NO_BLOCK else entries.setdefault(block, entry)
+            assert known == entry, (
+                f"block {block} is shared at entries {known} and {entry} of two tables"
             )
-    for block, count in enumerate(pool.ref_counts):
+    for block, count in enumerate(manager.pool.ref_counts):
         assert owners[block] == count, (
             f"block {block}: {count} owners counted, {owners[block]} tables name it"
         )
+    num_extra = sum(
+        owners[block] - 1
+        for block, entry in entries.items()
+        if manager.index.windows[entry % manager.num_groups] is not None
+    )
+    assert manager.num_extra_references == num_extra, (
+        f"{manager.num_extra_references} extra references counted, {num_extra} exist"
+    )
 
 
 def _audit_table(manager: KVCacheManager, table: BlockTable) -> None:
-    num_slots = len(table.blocks) * manager.block_size
+    num_slots = manager.num_places(table) * manager.block_size
     assert 0 <= table.num_filled <= num_slots, f"{table.num_filled} tokens in {num_slots} slots"
     assert num_slots - table.num_filled < manager.block_size, (
         f"{num_slots} slots for {table.num_filled} tokens"
     )
+    _audit_given_back(manager, table)
     if table.chain is None:
         return
     node = table.chain
     for place in range(table.num_chained - 1, -1, -1):
-        assert node.block == table.blocks[place], (
-            f"place {place}: block {table.blocks[place]}, index says {node.block}"
-        )
-        assert manager.index.node_of(node.block) is node, (
-            f"place {place}: published block {node.block} is not cached"
-        )
+        first = place * manager.num_groups
+        for block, cached in zip(table.blocks[first:], node.blocks, strict=False):
+            if block == NO_BLOCK:
+                continue
+            assert manager.index.node_of(block) is node, (
+                f"place {place}: published block {block} is not cached"
+            )
+            assert block == cached, f"place {place}: block {block}, index says {cached}"
         assert node.parent is not None, (
             f"place {place}: the chain is shorter than {table.num_chained} blocks"
         )
         node = node.parent
-    assert node.block == -1, "the chain is longer than the table's published part"
+    assert node.parent is None, "the chain is longer than the table's published part"
+
+
+def _audit_given_back(manager: KVCacheManager, table: BlockTable) -> None:
+    """Of each group with a window, what is before the first place kept was given back, and nothing
+    else; of the others nothing was."""
+    starts = [0] * manager.num_groups
+    for (_, groups), start in zip(manager._windows, table.starts, strict=True):
+        for group in groups:
+            starts[group] = start
+    for entry, block in enumerate(table.blocks):
+        place, group = divmod(entry, manager.num_groups)
+        is_kept = place >= starts[group]
+        assert (block != NO_BLOCK) == is_kept, (
+            f"place {place} of group {group}: block {block}, kept from {starts[group]} on"
+        )
 
 
 def _audit_node(index: PrefixIndex, pool: BlockPool, node: PrefixNode) -> bool:
-    """Check one node; whether it is a full block."""
-    block, parent = node.block, node.parent
+    """Check one node; whether it is a full one."""
+    blocks, parent = node.blocks, node.parent
     is_full = len(node.tokens) == index.block_size
     assert 0 < len(node.tokens) <= index.block_size, (
-        f"block {block} caches {len(node.tokens)} tokens"
+        f"blocks {blocks} cache {len(node.tokens)} tokens"
     )
+    assert node.children or not node.is_empty, f"a node of {node.tokens} is good for nothing"
     if is_full:
         assert index._by_digest.get(node.digest) is node, (
-            f"full block {block} is not found by its digest"
+            f"full blocks {blocks} are not found by their digest"
         )
     else:
         assert not node.digest and not node.children, (
-            f"partial block {block} has a digest or is continued"
+            f"partial blocks {blocks} have a digest or are continued"
         )
-        assert pool.ref_counts[block] == 0, (
-            f"partial block {block} is cached while somebody may write to it"
+        assert node.is_complete, f"one of the partial blocks {blocks} is missing"
+        assert not any(pool.ref_counts[block] for block in blocks), (
+            f"partial blocks {blocks} are cached while a sequence may write to them"
         )
-    assert parent is not None, f"block {block} has no parent"
-    if parent.block < 0:
+    assert parent is not None, f"blocks {blocks} have no parent"
+    if parent.parent is None:
         assert index._roots.get(parent.namespace) is parent, (
-            f"block {block} hangs on a dropped root"
+            f"blocks {blocks} hang on a dropped root"
         )
-    else:
-        assert index._by_block.get(parent.block) is parent, (
-            f"block {block} hangs on block {parent.block}, not cached"
-        )
-        has_order = pool.ref_counts[block] == 0 or pool.ref_counts[parent.block] > 0
-        assert has_order, f"block {block} is referenced, but block {parent.block} before it is not"
+    for group, window in enumerate(index.windows):
+        if window is None:
+            _audit_order(pool, node, parent, group)
     _audit_children(index, node)
     return is_full
+
+
+def _audit_order(pool: BlockPool, node: PrefixNode, parent: PrefixNode, group: int) -> None:
+    """In a group that keeps everything, a node has its block, and one that is referenced has
+    parents that are."""
+    block = node.blocks[group]
+    assert block != NO_BLOCK, f"a node of {node.tokens} has lost a block of group {group}"
+    if parent.parent is not None:
+        before = parent.blocks[group]
+        has_order = pool.ref_counts[block] == 0 or pool.ref_counts[before] > 0
+        assert has_order, f"block {block} is referenced, but block {before} before it is not"
 
 
 def _audit_children(index: PrefixIndex, node: PrefixNode) -> None:
     tokens = [child.tokens for child in node.children]
     assert all(a < b for a, b in pairwise(tokens)), (
-        f"children of block {node.block} are out of order"
+        f"children of blocks {node.blocks} are out of order"
     )
     for child in node.children:
-        assert child.parent is node, f"block {child.block} disowns its parent, block {node.block}"
-        assert index._by_block.get(child.block) is child, (
-            f"block {child.block}, a child, is not cached"
+        assert child.parent is node, (
+            f"blocks {child.blocks} disown their parent, blocks {node.blocks}"
         )
 
 
 def _audit_digest(index: PrefixIndex, node: PrefixNode) -> None:
     assert node.parent is not None
-    start = PrefixNode(None, (), node.parent.digest, -1)
+    start = PrefixNode(None, (), node.parent.digest, [])
     keys = ChainKeys(start, index.block_size, index.digest)
     keys.extend_to(node.tokens)
-    assert keys.digests == [node.digest], f"block {node.block}: its tokens do not give its digest"
+    assert keys.digests == [node.digest], (
+        f"blocks {node.blocks}: their tokens do not give their digest"
+    )

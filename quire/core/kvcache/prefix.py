@@ -1,13 +1,17 @@
-"""The prefix index: which cached block continues which prefix.
+"""The prefix index: which cached blocks continue which prefix.
 
-A tree. A node is one block's tokens after its parent's; a full node is found by its 128-bit digest,
-chained over everything before it, and believed only after its tokens and its parent have been
-compared, so that a collision costs a miss and never another prompt's KV. Siblings are also kept
-sorted by their tokens, which makes the longest common prefix with any of them a binary search: hits
-are counted to the token, and a partly matching block is reused by copying it.
+A tree. A node is one block's tokens after its parent's, and the blocks that hold them, one of each
+group of layers; a full node is found by its 128-bit digest, chained over everything before it, and
+believed only after its tokens and its parent have been compared, so that a collision costs a miss
+and never another prompt's KV. Siblings are also kept sorted by their tokens, which makes the
+longest common prefix with any of them a binary search: hits are counted to the token, and a partly
+matching block is reused by copying it.
 
-The index names blocks but owns none: reference counts are the pool's. A child is always evicted
-before its parent, because a sequence that references a block references everything before it.
+The index names blocks but owns none: reference counts are the pool's. A node can do without the
+blocks of groups with a sliding window: a prefix is found again where these groups have the blocks
+of its last window. A node that has lost all of its blocks stays while others hang on it. In a
+group without a window a child is always evicted before its parent, because a sequence that
+references a block references everything before it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ Namespace = tuple[str, ...]
 
 Digest = Callable[[bytes, bytes], bytes]
 """(parent's digest, content) -> digest of 16 bytes."""
+
+NO_BLOCK = -1
+"""In the place of a block that was given back, or evicted."""
 
 ScoringKey = tuple[object, ...]
 """How prompt log-probabilities were requested; records are reused only where this agrees."""
@@ -45,10 +52,10 @@ def keyed_digest(key: bytes) -> Digest:
 
 
 class PrefixNode:
-    """One cached block (or, with `block == -1`, the root of a namespace)."""
+    """The cached blocks of one place (or, without a parent, the root of a namespace)."""
 
     __slots__ = (
-        "block",
+        "blocks",
         "children",
         "digest",
         "namespace",
@@ -59,16 +66,27 @@ class PrefixNode:
     )
 
     def __init__(
-        self, parent: PrefixNode | None, tokens: tuple[int, ...], digest: bytes, block: int
+        self, parent: PrefixNode | None, tokens: tuple[int, ...], digest: bytes, blocks: list[int]
     ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.digest = digest
-        self.block = block
+        self.blocks = blocks
+        """Of each group; NO_BLOCK where it has none."""
         self.namespace: Namespace = parent.namespace if parent is not None else ()
         self.children: list[PrefixNode] = []
         self.records: tuple[TokenLogprobs | None, ...] | None = None
         self.scoring: ScoringKey | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every group has its block."""
+        return NO_BLOCK not in self.blocks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no group has its block."""
+        return self.blocks.count(NO_BLOCK) == len(self.blocks)
 
 
 def _tokens_of(node: PrefixNode) -> tuple[int, ...]:
@@ -121,8 +139,12 @@ class ChainKeys:
 class PrefixIndex:
     """All cached blocks of one pool."""
 
-    def __init__(self, block_size: int, digest: Digest) -> None:
+    def __init__(
+        self, block_size: int, digest: Digest, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
+        """`windows` has each group's sliding window, None for attention to everything."""
         self.block_size = block_size
+        self.windows = windows
         self.digest = digest
         self._roots: dict[Namespace, PrefixNode] = {}
         self._by_digest: dict[bytes, PrefixNode] = {}
@@ -140,8 +162,12 @@ class PrefixIndex:
         return block in self._by_block
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Return every cached block's node."""
-        return iter(self._by_block.values())
+        """Return every node but the roots, parents first."""
+        pending = list(self._roots.values())
+        while pending:
+            children = pending.pop().children
+            yield from children
+            pending.extend(children)
 
     def node_of(self, block: int) -> PrefixNode | None:
         """Return the node that `block` holds, if it is cached."""
@@ -153,7 +179,7 @@ class PrefixIndex:
         known = self._roots.get(namespace)
         if known is not None:
             return known
-        root = PrefixNode(None, (), self.digest(b"", repr(namespace).encode()), -1)
+        root = PrefixNode(None, (), self.digest(b"", repr(namespace).encode()), [])
         root.namespace = namespace
         return root
 
@@ -164,7 +190,7 @@ class PrefixIndex:
     def child(
         self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes
     ) -> PrefixNode | None:
-        """Return the full block that continues `parent` with exactly `tokens`; compared,
+        """The full node that continues `parent` with exactly `tokens`; compared,
         not merely looked up."""
         node = self._by_digest.get(digest)
         if node is None or node.tokens != tokens or node.parent is not self._live(parent):
@@ -174,46 +200,76 @@ class PrefixIndex:
     def closest_child(
         self, parent: PrefixNode, tokens: tuple[int, ...]
     ) -> tuple[PrefixNode | None, int]:
-        """Return the child that shares the longest prefix with `tokens`, and that prefix's
-        length."""
+        """The child that shares the longest prefix with `tokens`, of those that have all their
+        blocks, and that prefix's length."""
         children = self._live(parent).children
         place = bisect_left(children, tokens, key=_tokens_of)
         best, best_len = None, 0
         for node in children[max(place - 1, 0) : place + 1]:
             length = common_prefix_len(node.tokens, tokens)
-            if length > best_len:
+            if length > best_len and node.is_complete:
                 best, best_len = node, length
         return best, best_len
 
     def insert_full(
-        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int
+        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, blocks: list[int]
     ) -> PrefixNode | None:
-        """Publish a full block; None where its digest is taken by different
-        content (it then stays uncached)."""
+        """Publish full blocks, one of each group; None where their digest is taken by different
+        content (they then stay uncached)."""
         if digest in self._by_digest:
             return None
-        node = self._attach(parent, tokens, digest, block)
+        node = self._attach(parent, tokens, digest, blocks)
         self._by_digest[digest] = node
         return node
 
-    def insert_partial(self, parent: PrefixNode, tokens: tuple[int, ...], block: int) -> bool:
-        """Publish an unfinished block, to be copied from;
-        False where a sibling already covers its tokens."""
+    def insert_partial(
+        self, parent: PrefixNode, tokens: tuple[int, ...], blocks: list[int]
+    ) -> bool:
+        """Publish unfinished blocks, to be copied from;
+        False where a sibling already covers their tokens."""
         if self.closest_child(parent, tokens)[1] == len(tokens):
             return False
-        self._attach(parent, tokens, b"", block)
+        self._attach(parent, tokens, b"", blocks)
         return True
 
+    def restore(self, node: PrefixNode, group: int, block: int) -> None:
+        """Give a node a block that it had lost and that has been computed again."""
+        assert node.blocks[group] == NO_BLOCK
+        node.blocks[group] = block
+        self._enter(node, block)
+
     def remove(self, block: int) -> None:
-        """Forget a block that is about to be overwritten, and whatever continued it."""
+        """Forget a block that is about to be overwritten, and what is worth nothing without it:
+        all that continued it, unless its group has a window."""
         node = self._by_block.get(block)
         if node is None:
             return
-        for child in list(node.children):
-            self.remove(child.block)
+        group = node.blocks.index(block)
+        if self.windows[group] is not None and node.digest:
+            self._forget(node, group)
+        else:
+            self._detach(node)
+            assert node.parent is not None
+            node = node.parent
+        while node.parent is not None and not node.children and node.is_empty:
+            self._detach(node)
+            node = node.parent
+
+    def _forget(self, node: PrefixNode, group: int) -> None:
+        block = node.blocks[group]
+        if block == NO_BLOCK:
+            return
+        node.blocks[group] = NO_BLOCK
         del self._by_block[block]
         if self.changes is not None:
             self.changes.append((~block, node.tokens))
+
+    def _detach(self, node: PrefixNode) -> None:
+        """Forget a node with all its blocks, and whatever continued it."""
+        for child in list(node.children):
+            self._detach(child)
+        for group in range(len(node.blocks)):
+            self._forget(node, group)
         if self._by_digest.get(node.digest) is node:
             del self._by_digest[node.digest]
         parent = node.parent
@@ -222,24 +278,28 @@ class PrefixIndex:
         place = bisect_left(siblings, node.tokens, key=_tokens_of)
         assert siblings[place] is node
         del siblings[place]
-        if parent.block < 0 and not siblings:
+        if parent.parent is None and not siblings:
             self._roots.pop(parent.namespace, None)
 
     def _attach(
-        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int
+        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, blocks: list[int]
     ) -> PrefixNode:
-        assert block not in self._by_block, f"block {block} is already cached"
         parent = self._live(parent)
-        if parent.block < 0:
+        if parent.parent is None:
             self._roots[parent.namespace] = parent
-        node = PrefixNode(parent, tokens, digest, block)
+        node = PrefixNode(parent, tokens, digest, blocks)
         children = parent.children
         children.insert(bisect_left(children, tokens, key=_tokens_of) if children else 0, node)
+        for block in blocks:
+            self._enter(node, block)
+        return node
+
+    def _enter(self, node: PrefixNode, block: int) -> None:
+        assert block not in self._by_block, f"block {block} is already cached"
         self._by_block[block] = node
         if self.changes is not None:
-            self.changes.append((block, tokens))
-        return node
+            self.changes.append((block, node.tokens))
 
     def _live(self, parent: PrefixNode) -> PrefixNode:
         # A namespace's root may have been dropped and made anew since the caller got hold of it.
-        return self._roots.get(parent.namespace, parent) if parent.block < 0 else parent
+        return self._roots.get(parent.namespace, parent) if parent.parent is None else parent

@@ -137,7 +137,7 @@ class Admission:
             or all(resource.refusal(head) is None for resource in self.resources)
         ):
             return None
-        return choose_victim(lower, head, self._blocks.manager.pool, self._limits.block_size)
+        return choose_victim(lower, head, self._blocks.manager)
 
     # -- changing places
     # ---------------------------------------------------------------------------------------------

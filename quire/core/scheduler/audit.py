@@ -68,16 +68,29 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         assert end < len(sequence.request.prompt_token_ids) + sequence.request.max_tokens, (
             f"{sequence.name}: work beyond the last token"
         )
-        assert sequence.num_reserved >= 0 and end <= len(sequence.table.blocks) * size, (
-            f"{sequence.name}: no slots"
-        )
-        for block in sequence.table.blocks[work.start // size : (end - 1) // size + 1]:
+        num_slots = scheduler.manager.num_places(sequence.table) * size
+        assert sequence.num_reserved >= 0 and end <= num_slots, f"{sequence.name}: no slots"
+        _audit_reads(scheduler, sequence, work.start)
+        num_groups = scheduler.manager.num_groups
+        first, last = work.start // size * num_groups, ((end - 1) // size + 1) * num_groups
+        for block in sequence.table.blocks[first:last]:
             num_owners = scheduler.manager.pool.ref_counts[block]
             assert num_owners == 1, (
                 f"{sequence.name} writes to block {block}, which has {num_owners} owners"
             )
             assert block not in scheduler.manager.index, (
                 f"{sequence.name} writes to block {block}, which is published"
+            )
+
+
+def _audit_reads(scheduler: Scheduler, sequence: Sequence, start: int) -> None:
+    """Every block that a token at `start` or later sees has an owner."""
+    size, num_groups = scheduler.limits.block_size, scheduler.manager.num_groups
+    for group, window in enumerate(scheduler.limits.windows):
+        first = 0 if window is None else max(0, start - window + 1) // size
+        for block in sequence.table.blocks[first * num_groups + group :: num_groups]:
+            assert block >= 0 and scheduler.manager.pool.ref_counts[block] > 0, (
+                f"{sequence.name} reads block {block} of group {group}, which was given back"
             )
 
 
@@ -125,10 +138,10 @@ def _audit_reservations(scheduler: Scheduler, running: list[Sequence]) -> None:
     )
     for sequence in running:
         if not sequence.has_progressed:
-            needed = scheduler.manager.num_blocks_for(len(sequence.token_ids))
-            held = len(sequence.table.blocks) + sequence.num_reserved
-            assert held >= needed, (
-                f"{sequence.name}: {held} blocks held or promised, needs {needed}"
+            num_places = scheduler.manager.num_places_for(len(sequence.token_ids))
+            needed = scheduler.manager.num_promised(sequence.table, num_places)
+            assert sequence.num_reserved >= needed, (
+                f"{sequence.name}: {sequence.num_reserved} blocks promised, needs {needed}"
             )
 
 

@@ -33,8 +33,8 @@ class OpenStep:
         self.step_id = step_id
         self.sequences = sequences
         self._builder, self._blocks = builder, blocks
-        self._num_kept_blocks = num_running
-        """One for the next token of each."""
+        self._num_kept = num_running
+        """Places for which blocks are left: one for the next token of each."""
         self._num_rows = max(limits.max_num_seqs, MAX_SCORED_ROWS) - len(builder.work)
         """Of logits, for which there is memory."""
 
@@ -55,9 +55,9 @@ class OpenStep:
         num_allowed = len(request.prompt_token_ids) + request.max_tokens - 1 - sequence.num_planned
         if num_allowed <= 0:
             return 0
-        num_slots = len(sequence.table.blocks) * manager.block_size - sequence.num_planned
-        num_blocks = max(0, self._blocks.num_available - self._num_kept_blocks)
-        num_slots += num_blocks * manager.block_size
+        num_places = manager.num_places(sequence.table)
+        num_places += max(0, self._blocks.num_available // manager.num_groups - self._num_kept)
+        num_slots = num_places * manager.block_size - sequence.num_planned
         return min(num_allowed, num_slots, self._builder.num_tokens_left, self._num_rows)
 
     def extend(self, place: int, tasks: tuple[Task, ...], count: int) -> None:

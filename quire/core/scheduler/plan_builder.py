@@ -47,8 +47,8 @@ class PlanBuilder:
     def append_token(self, row: int, token_id: int) -> None:
         self._tokens.append(AppendedTokens(row, (token_id,)))
 
-    def replace_block(self, row: int, index: int, block: int) -> None:
-        self._replaced.append(ReplacedBlock(row, index, block))
+    def replace_block(self, row: int, entry: int, block: int) -> None:
+        self._replaced.append(ReplacedBlock(row, entry, block))
 
     def remove_row(self, row: int) -> None:
         """Free the row; changes to it that no plan has carried yet are void."""
@@ -61,8 +61,8 @@ class PlanBuilder:
     def add(self, sequence: Sequence, count: int, change: TableChange) -> None:
         """Add work for a sequence, with what the worker must learn before it."""
         row, start = sequence.row, sequence.num_planned
-        if change.copy is not None:
-            self.copies.append(change.copy)
+        if change.copies:
+            self.copies += change.copies
         if not sequence.is_resident:
             sequence.is_resident = True
             request = sequence.request
@@ -77,10 +77,9 @@ class PlanBuilder:
                 )
             )
         elif change is not UNCHANGED:
-            if change.copy is not None:
-                self._replaced.append(
-                    ReplacedBlock(row, change.replaced_index, change.copy.destination)
-                )
+            if change.copies:
+                for entry, copy in enumerate(change.copies, change.replaced_index):
+                    self._replaced.append(ReplacedBlock(row, entry, copy.destination))
             if change.appended:
                 self._blocks.append(AppendedBlocks(row, change.appended))
         self.work.append(self._row_work(sequence, start, count))
@@ -108,7 +107,7 @@ class PlanBuilder:
     ) -> None:
         """Have the work at a place compute `count` tokens more, and do other tasks."""
         row, start, num_tokens, _ = self.work[place]
-        assert change.copy is None, "the block before is not the row's own"
+        assert not change.copies, "the block before is not the row's own"
         self.work[place] = RowWork(row, start, num_tokens + count, tasks)
         if change.appended:
             self._blocks.append(AppendedBlocks(row, change.appended))

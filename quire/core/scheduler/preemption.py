@@ -3,14 +3,15 @@
 A victim must rank below the sequence that needs the memory and must have gained a token since it
 was last admitted, so that no sequence is preempted twice without progress in between. Among those,
 the cheapest is taken: fewest tokens to compute again, not counting blocks that others hold as well
-(these survive the victim). A lower priority class comes before cost.
+(these survive the victim). With windows all tokens count, since the last window may be lost. A
+lower priority class comes before cost.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.core.kvcache.pool import BlockPool
+from quire.core.kvcache.manager import KVCacheManager
 from quire.core.request import Sequence
 
 
@@ -37,26 +38,19 @@ class Preemption(NamedTuple):
         )
 
 
-def assess(
-    victim: Sequence, beneficiary: Sequence | None, pool: BlockPool, block_size: int
-) -> Preemption:
+def assess(victim: Sequence, beneficiary: Sequence | None, manager: KVCacheManager) -> Preemption:
     """Return what preempting `victim` would free and cost."""
-    counts = pool.ref_counts
-    num_exclusive = sum(counts[block] == 1 for block in victim.table.blocks)
-    return Preemption(
-        victim, beneficiary, min(num_exclusive * block_size, victim.num_computed), num_exclusive
-    )
+    num_blocks, num_tokens = manager.exclusive(victim.table, victim.num_computed)
+    return Preemption(victim, beneficiary, num_tokens, num_blocks)
 
 
 def choose_victim(
-    candidates: list[Sequence], beneficiary: Sequence | None, pool: BlockPool, block_size: int
+    candidates: list[Sequence], beneficiary: Sequence | None, manager: KVCacheManager
 ) -> Preemption | None:
     """Return the cheapest candidate of the lowest priority class that frees anything;
     the youngest among equals."""
     assessed = [
-        assess(sequence, beneficiary, pool, block_size)
-        for sequence in candidates
-        if sequence.has_progressed
+        assess(sequence, beneficiary, manager) for sequence in candidates if sequence.has_progressed
     ]
     useful = [preemption for preemption in assessed if preemption.num_freed_blocks > 0] or assessed
     return min(useful, key=_cost, default=None)

@@ -59,7 +59,6 @@ class _Offer(NamedTuple):
 
     sequence: Sequence
     match: PrefixMatch
-    num_new: int
     records: list[TokenLogprobs | None]
     """Prompt log-probabilities that come with the blocks and that the request lacks."""
 
@@ -84,8 +83,10 @@ class KVBlocks:
 
     @property
     def num_available(self) -> int:
-        """Free blocks that are not reserved."""
-        return self.manager.pool.num_free - self.num_reserved
+        """Free blocks that are neither reserved nor needed for references that count as blocks (see
+        `quire.core.kvcache.manager`): below zero where forks have made many of these."""
+        manager = self.manager
+        return manager.pool.num_free - self.num_reserved - manager.num_extra_references
 
     def take_copies(self) -> list[BlockCopy]:
         """Return copies that adoptions since the last call need."""
@@ -97,15 +98,14 @@ class KVBlocks:
         match, records = self._match(sequence)
         self._num_matched = (sequence, len(match.nodes))
         watermark = self._num_watermark_blocks if manager.pool.num_used else 0
-        total = manager.num_blocks_for(len(sequence.token_ids))
-        num_new = total - len(match.nodes)
-        num_wanted = num_new + manager.num_free_in(match)
+        num_places = manager.num_places_for(len(sequence.token_ids))
+        num_wanted = manager.num_wanted(match, num_places)
         if num_wanted + watermark > self.num_available:
             self._offer = None
             return (
                 f"needs {num_wanted} blocks, {max(0, self.num_available - watermark)} are available"
             )
-        self._offer = _Offer(sequence, match, num_new, records)
+        self._offer = _Offer(sequence, match, records)
         return None
 
     def reserve(self, sequence: Sequence) -> None:
@@ -113,20 +113,23 @@ class KVBlocks:
         assert offer is not None and offer.sequence is sequence, (
             "reserve() without a preceding refusal()"
         )
-        match, num_new = offer.match, offer.num_new
-        copy = self.manager.adopt(sequence.table, match)
-        if copy is not None:
-            self._copies.append(copy)
-        num_new -= len(sequence.table.blocks) - len(match.nodes)
+        match = offer.match
+        self._copies += self.manager.adopt(sequence.table, match)
         sequence.num_computed = sequence.num_planned = match.num_tokens
-        sequence.num_reserved = num_new
-        self.num_reserved += num_new
+        self.settle(sequence)
         sequence.request.prompt_logprobs.extend(offer.records)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_s is None:
             metrics.num_prefix_hit_tokens = match.num_tokens
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += match.num_tokens
+
+    def settle(self, sequence: Sequence) -> None:
+        """Promise a sequence what it still needs for its known tokens, no more and no less."""
+        num_places = self.manager.num_places_for(len(sequence.token_ids))
+        num_promised = self.manager.num_promised(sequence.table, num_places)
+        self.num_reserved += num_promised - sequence.num_reserved
+        sequence.num_reserved = num_promised
 
     def release(self, sequence: Sequence) -> None:
         keep = sequence.request.error is None
@@ -154,14 +157,8 @@ class KVBlocks:
         if num_scored < sequence.num_prompt_tokens and num_scored <= match.num_tokens:
             # The token after the last one taken from the cache is scored by a position that will
             # not be computed, so the match must end one token before the last scored one.
-            match = self._cut(match, num_scored - 1)
+            match = self.manager.match(sequence.keys, sequence.content_ids, num_scored - 1)
         return match, records
-
-    def _cut(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch:
-        """Return the first `num_tokens` tokens of a match."""
-        num_whole, num_copied = divmod(num_tokens, self.manager.block_size)
-        following = (*match.nodes, match.partial)[num_whole] if num_copied else None
-        return PrefixMatch(match.nodes[:num_whole], following, num_tokens)
 
     def _shared_records(self, sequence: Sequence, match: PrefixMatch) -> list[TokenLogprobs | None]:
         """Return records of the prompt tokens that follow those the request has scored,
@@ -198,7 +195,8 @@ class KVBlocks:
     def _attach_records(self, sequence: Sequence, first: int) -> None:
         size, records = self.manager.block_size, sequence.request.prompt_logprobs
         for place in range(first, sequence.table.num_chained):
-            node = self.manager.index.node_of(sequence.table.blocks[place])
+            block = sequence.table.blocks[place * self.manager.num_groups]
+            node = self.manager.index.node_of(block)
             slot_records = records[place * size : (place + 1) * size]
             if node is not None and len(slot_records) == size:
                 node.records, node.scoring = tuple(slot_records), sequence.request.scoring

@@ -32,6 +32,7 @@ from quire.common.failures import log_failure
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
+from quire.core.kvcache.prefix import NO_BLOCK
 from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
@@ -93,6 +94,8 @@ class Scheduler:
         self.manager = KVCacheManager(
             limits.num_blocks,
             limits.block_size,
+            windows=limits.windows,
+            num_ahead=limits.num_ahead,
             digest_key=digest_key,
             caching=limits.enable_prefix_caching,
         )
@@ -173,7 +176,7 @@ class Scheduler:
         """Take everyone's rows and blocks away, to be computed again:
         the worker's state is not to be trusted."""
         for sequence in self.running.copy():
-            self._preempt(assess(sequence, None, self.manager.pool, self.limits.block_size))
+            self._preempt(assess(sequence, None, self.manager))
 
     def lose_flights(self) -> None:
         """Preempt everyone and forget the steps in flight, which will never be taken in."""
@@ -466,7 +469,7 @@ class Scheduler:
             and request.strategy.is_plain
             and self.manager.is_own(table, start)
         ):
-            num_slots = len(table.blocks) * self.limits.block_size
+            num_slots = self.manager.num_places(table) * self.limits.block_size
             sequence.fast_plan_end = min(num_slots, num_prompt + request.max_tokens - 1)
 
     def _grow(self, sequence: Sequence) -> None:
@@ -476,6 +479,8 @@ class Scheduler:
         progress.
         """
         start = sequence.num_planned
+        if self.manager.has_windows:
+            self._give_back(sequence)
         while True:
             num_needed = self.manager.num_needed(sequence.table, start, start + 1)
             if num_needed <= self.blocks.num_available:
@@ -484,12 +489,10 @@ class Scheduler:
             place = self.running.index(sequence)
             planned = set(self._planned)
             others = [s for s in self.running[place + 1 :] if s not in planned]
-            preemption = choose_victim(others, sequence, self.manager.pool, self.limits.block_size)
+            preemption = choose_victim(others, sequence, self.manager)
             if preemption is None:
                 if not any(not s.has_progressed for s in self.running):
-                    self._preempt(
-                        choose_victim([sequence], None, self.manager.pool, self.limits.block_size)
-                    )
+                    self._preempt(choose_victim([sequence], None, self.manager))
                 return
             self._preempt(preemption)
 
@@ -538,6 +541,8 @@ class Scheduler:
                 metrics.first_scheduled_s = self._now
                 metrics.num_waited_steps = self._step_id - 1 - sequence.request.arrival_step
             metrics.num_prefill_chunks += 1
+            if self.manager.has_windows:
+                self._give_back(sequence)
             self._plan(sequence, count)
 
     def _plan(self, sequence: Sequence, count: int) -> None:
@@ -545,10 +550,8 @@ class Scheduler:
         the blocks they need are known to be there."""
         start = sequence.num_planned
         change = self.manager.extend(sequence.table, start, start + count)
-        num_taken = len(change.appended) + (change.copy is not None)
-        released = min(num_taken, sequence.num_reserved)
-        sequence.num_reserved -= released
-        self.blocks.num_reserved -= released
+        if sequence.num_reserved:
+            self.blocks.settle(sequence)
         self._builder.add(sequence, count, change)
         self._planned.append(sequence)
 
@@ -575,9 +578,7 @@ class Scheduler:
         """Preempt where nothing can run though sequences wait:
         siblings that wait for one of them hold the memory it needs."""
         while not self._builder.work and len(self.waiting) and self.running:
-            preemption = choose_victim(
-                self.running[-1:], None, self.manager.pool, self.limits.block_size
-            )
+            preemption = choose_victim(self.running[-1:], None, self.manager)
             if preemption is None:
                 return
             self._preempt(preemption)
@@ -628,6 +629,15 @@ class Scheduler:
                 self._builder.replace_block(sequence.row, place, sequence.table.blocks[place])
         if sequence.keys is not None:
             self.admission.published(sequence, first)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Take back the blocks that nothing reads any more from a sequence that is about to grow.
+
+        Steps in flight may still read them: what is planned from now on is computed later.
+        """
+        for entry in self.manager.give_back(sequence.table, sequence.num_computed):
+            if sequence.is_resident:
+                self._builder.replace_block(sequence.row, entry, NO_BLOCK)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is, with everything it holds."""

@@ -67,7 +67,7 @@ class SchedulerStats:
         self.peak_num_blocks = max(self.peak_num_blocks, num_used)
         self.peak_num_running = max(self.peak_num_running, num_running)
         self.allocated_slot_steps += num_used * manager.block_size
-        self.unused_slot_steps += manager.num_unused_slots
+        self.unused_slot_steps += manager.num_unused_slots * manager.num_groups
 
     def count_run(self, num_tokens: int, num_right: int) -> None:
         self.num_runs += 1

@@ -289,6 +289,7 @@ def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
         limits.block_size,
         vocab_size,
         partial(_build_worker, planned),
+        limits.windows,
     )
     return make_executor(name, spec)
 
@@ -317,10 +318,10 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     limits = plan.limits
     num_scratch = int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
-    memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device)
+    memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device, plan.kv_layout)
     if plan.is_kv_populated:
         memory.populate(plan.num_threads)
-    rows = RowTable(limits.max_num_seqs, limits.block_size)
+    rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
     states = {
         name: each
         for name, each in planned.files.states(plan.config.tokenizer).items()

@@ -108,6 +108,9 @@ class Inspection:
     now_s: float
     num_blocks: int
     block_size: int
+    num_groups: int
+    """Of layers: a row's blocks are one of each for each `block_size` tokens, -1 where nothing
+    reads it any more."""
     max_num_seqs: int
     max_num_batched_tokens: int
     last_step: int

@@ -147,8 +147,8 @@ class _State:
         for sequence, record in step.entered:
             self.sequences[record.row] = sequence
             self.blocks[record.row] = list(record.blocks)
-        for row, place, block in step.replaced:
-            self.blocks[row][place] = block
+        for row, entry, block in step.replaced:
+            self.blocks[row][entry] = block
         for row, blocks in step.appended:
             self.blocks[row].extend(blocks)
         for block, tokens in step.published:
@@ -312,6 +312,7 @@ class StepRecorder:
             now_s=now,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
+            num_groups=len(limits.windows),
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             last_step=self.last_step,
@@ -350,10 +351,9 @@ class StepRecorder:
         owners = [row for row, blocks in state.blocks.items() if block in blocks]
         tokens, position = state.cached.get(block, ()), -1
         if owners:
-            sequence, position = (
-                state.sequences[owners[0]],
-                state.blocks[owners[0]].index(block) * size,
-            )
+            sequence = state.sequences[owners[0]]
+            entry = state.blocks[owners[0]].index(block)
+            position = entry // len(self._scheduler.limits.windows) * size
             if not tokens:
                 end = min(position + size, self._computed_at(sequence, step))
                 tokens = tuple(sequence.token_ids[position:end])
@@ -447,7 +447,7 @@ def _record(step: _Step) -> StepRecord:
         num_tokens=step.num_tokens,
         removed=tuple((removed.row, removed.why) for removed in step.removed),
         entered=tuple(entry.record for entry in step.entered),
-        replaced=tuple((row, place, block) for row, place, block in step.replaced),
+        replaced=tuple((row, entry, block) for row, entry, block in step.replaced),
         appended=tuple((row, blocks) for row, blocks in step.appended),
         copies=tuple((source, destination) for source, destination in step.copies),
         decoded=step.decoded(),

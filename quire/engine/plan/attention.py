@@ -33,6 +33,8 @@ class AttentionNeeds:
     head_sizes: frozenset[int]
     capability: tuple[int, int]
     is_invariant: bool
+    has_windows: bool = False
+    """Whether blocks behind a window are given back while their sequence runs."""
 
 
 def is_installed(module: str) -> bool:
@@ -65,6 +67,8 @@ def reasons_against(
         reasons.append(
             f"used for bfloat16 alone, not for {needs.dtype} with a KV cache of {needs.kv_format}"
         )
+    if needs.has_windows:
+        reasons.append("may read blocks behind a window, which are given back")
     if name == "flashinfer" and (odd := sorted(needs.head_sizes.difference(_FLASHINFER_HEADS))):
         reasons.append(f"has no heads of {odd[0]}")
     if name == "flash-attention" and (

@@ -8,6 +8,7 @@ filled in later.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from quire.models.declaration import (
     Mixer,
     MlpSpec,
 )
+from quire.models.kv_layout import KVLayout, lay_out
 from quire.models.pooling import PoolingSpec
 from quire.quant.formats import WeightFormats
 
@@ -118,7 +120,9 @@ class EnginePlan:
     """Of steps that are recorded and replayed; None where every step is launched."""
     num_threads: int
     weight_bytes: int
+    kv_layout: KVLayout
     kv_bytes_per_token: int
+    """Of all groups of layers, as long as none has given anything back."""
     kv_bytes: int
     is_kv_populated: bool
     """Whether all of it is resident from the start."""
@@ -198,20 +202,32 @@ class _Resolver:
         if adapters is not None:
             workspace_bytes += _gate_bytes(spec)
         kv_format = self._kv_format(dtype)
-        bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
-        attention_module = self._attention(dtype, kv_format, block_size)
+        is_overlapped = self._is_overlapped()
+        layout = lay_out(spec.kv_layers, self._longest())
+        block_bytes = layout.block_bytes(spec.kv_layers, kv_format, block_size)
+        bytes_per_token = len(layout.windows) * block_bytes // block_size
+        attention_module = self._attention(dtype, kv_format, block_size, layout)
         num_graph_tokens = largest_size(min(num_batched, max(max_num_seqs, MIN_GRAPH_TOKENS)))
-        graphs = self._graphs(num_graph_tokens, bytes_per_token, block_size, attention_module)
+        graphs = self._graphs(
+            num_graph_tokens, len(layout.windows), block_bytes, block_size, attention_module
+        )
         if graphs is not None:
             # with the scratch block
-            workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size
-        kv_bytes = self._kv_bytes(
-            weight_bytes + workspace_bytes + (0 if adapters is None else adapters.num_bytes),
-            bytes_per_token * self._longest() * max_num_seqs,
-        )
-        num_blocks = self._num_blocks(kv_bytes, bytes_per_token * block_size, max_num_seqs)
-        max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
-        limits = self._limits(num_blocks, block_size, max_num_seqs, num_batched, max_model_len)
+            workspace_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
+        limits = self._limits(block_size, max_num_seqs, num_batched)
+        limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
+        self._note_groups(layout, limits, block_bytes)
+        longest, num_others = self._longest(), max_num_seqs - 1
+        most_useful = limits.num_blocks_for(longest) + num_others * limits.num_blocks_kept(longest)
+        fixed_bytes = weight_bytes + workspace_bytes
+        if adapters is not None:
+            fixed_bytes += adapters.num_bytes
+        kv_bytes = self._kv_bytes(fixed_bytes, block_bytes * most_useful)
+        num_blocks = self._num_blocks(kv_bytes, block_bytes, max_num_seqs)
+        limits = replace(limits, num_blocks=max(1, num_blocks))
+        longest = limits.longest_len(longest) if num_blocks else 0
+        max_model_len = self._max_model_len(longest, limits, block_bytes)
+        limits = replace(limits, max_model_len=max_model_len)
         computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
         return EnginePlan(
             config=config,
@@ -226,12 +242,13 @@ class _Resolver:
             generates=self.generates,
             step_costs=estimate(spec, self.formats, dtype, kv_format, computing),
             target_step_s=self._target_step_s(),
-            is_overlapped=self._is_overlapped(),
+            is_overlapped=is_overlapped,
             graphs=graphs,
             num_threads=num_threads,
             weight_bytes=weight_bytes,
+            kv_layout=layout,
             kv_bytes_per_token=bytes_per_token,
-            kv_bytes=num_blocks * block_size * bytes_per_token,
+            kv_bytes=num_blocks * block_bytes,
             is_kv_populated=self._is_kv_populated(),
             workspace_bytes=workspace_bytes,
             adapters=adapters,
@@ -264,14 +281,8 @@ class _Resolver:
         """Whether a prompt may be computed in pieces; an encoder needs all of it at once."""
         return self.config.enable_chunked_prefill and not self.spec.is_encoder
 
-    def _limits(
-        self,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        num_batched: int,
-        max_model_len: int,
-    ) -> SchedulerLimits:
+    def _limits(self, block_size: int, max_num_seqs: int, num_batched: int) -> SchedulerLimits:
+        """Return the limits, but for what depends on how large the pool is."""
         config, most = (
             self.config,
             DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self._has_chunks else 1,
@@ -283,11 +294,11 @@ class _Resolver:
         )
         num_partial = max(config.max_long_partial_prefills, most)
         return SchedulerLimits(
-            num_blocks=num_blocks,
+            num_blocks=1,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=num_batched,
-            max_model_len=max_model_len,
+            max_model_len=self._longest(),
             policy=_policy(config.scheduling_policy),
             enable_prefix_caching=config.enable_prefix_caching and not self.spec.is_encoder,
             enable_chunked_prefill=self._has_chunks,
@@ -350,6 +361,23 @@ class _Resolver:
         else:
             self._note("device", "cpu", "given")
 
+    def _note_groups(self, layout: KVLayout, limits: SchedulerLimits, block_bytes: int) -> None:
+        """What windows spare, where there are any."""
+        if layout.windows == (None,):
+            return
+        longest, windows = self._longest(), Counter(layout.windows)
+        kinds = [
+            f"{count} with {'everything' if window is None else f'a window of {window:,} tokens'}"
+            for window, count in windows.items()
+        ]
+        kept = limits.num_blocks_kept(longest) * block_bytes
+        whole = ceil_div(longest, limits.block_size) * len(layout.windows) * block_bytes
+        reason = (
+            f"{', '.join(kinds)}: {longest:,} tokens take {format_bytes(kept)}, not "
+            f"{format_bytes(whole)}"
+        )
+        self._note("kv_groups", f"{len(layout.windows)} of {layout.num_places} layers", reason)
+
     def _is_overlapped(self) -> bool:
         given, is_on = self.config.overlap, self.gpu is not None
         reason = "the GPU computes while the next step is planned" if is_on else CPU_OVERLAP_REASON
@@ -379,7 +407,12 @@ class _Resolver:
             )
 
     def _graphs(
-        self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None
+        self,
+        num_tokens: int,
+        num_groups: int,
+        block_bytes: int,
+        block_size: int,
+        attention_module: str | None,
     ) -> GraphPlan | None:
         reason = (
             "the CPU has none"
@@ -399,7 +432,7 @@ class _Resolver:
         spec, longest = self.spec, self._longest()
         row_bytes = (
             spec.hidden_size * DTYPE_BYTES["float32"]
-            + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
+            + (num_groups * (ceil_div(longest, block_size) + 2) + 6) * DTYPE_BYTES["float32"]
         )
         num_graphs, bytes_each = (
             num_shapes(num_tokens, longest),
@@ -413,9 +446,7 @@ class _Resolver:
         )
         reason = f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle"
         self._note("graphs", f"steps of up to {num_tokens} tokens", reason)
-        min_shared_blocks = (
-            len(spec.blocks) * SHARED_BYTES_PER_LAYER // (bytes_per_token * block_size)
-        )
+        min_shared_blocks = len(spec.blocks) * SHARED_BYTES_PER_LAYER // (num_groups * block_bytes)
         return GraphPlan(
             num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks
         )
@@ -447,7 +478,9 @@ class _Resolver:
         self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
         return chosen
 
-    def _attention(self, dtype: str, kv_format: str, block_size: int) -> str | None:
+    def _attention(
+        self, dtype: str, kv_format: str, block_size: int, layout: KVLayout
+    ) -> str | None:
         """Return the module of the library that was chosen."""
         wish = self.config.attention_backend
         if self.gpu is None:
@@ -465,6 +498,7 @@ class _Resolver:
             sizes,
             self.gpu.capability,
             is_invariant=self.config.batch_invariant,
+            has_windows=layout.windows != (None,),
         )
         name, reason = attention.choose(wish, needs)
         self._note("attention_backend", name, reason)
@@ -553,30 +587,27 @@ class _Resolver:
         self._note("populate_kv_cache", "on" if is_populated else "off", reason)
         return is_populated
 
-    def _max_model_len(self, num_slots: int, bytes_per_token: int) -> int:
+    def _max_model_len(self, longest: int, limits: SchedulerLimits, block_bytes: int) -> int:
+        """`longest` is what the KV cache holds of it."""
         wanted, spec = self.config.max_model_len, self.spec
         if wanted is None:
-            longest = min(self._context_len, num_slots)
             reason = (
                 "the model's context" if longest == self._context_len else "what the KV cache holds"
             )
             self._note("max_model_len", longest, reason)
             if longest < 1:
                 raise CapacityError(
-                    f"the KV cache of {num_slots} tokens holds no sequence at all; a token needs "
-                    f"{format_bytes(bytes_per_token)}: raise kv_cache_memory"
+                    f"the KV cache holds no sequence at all; {limits.block_size} tokens need "
+                    f"{format_bytes(len(limits.windows) * block_bytes)}: raise kv_cache_memory"
                 )
             return longest
-        if wanted > num_slots:
-            needed = ceil_div(wanted, self.config.block_size or DEFAULT_BLOCK_SIZE) * (
-                self.config.block_size or DEFAULT_BLOCK_SIZE
-            )
+        if wanted > longest:
+            needed = limits.num_blocks_for(wanted) * block_bytes
             raise CapacityError(
-                f"max_model_len={wanted} needs {format_bytes(needed * bytes_per_token)} of "
-                "KV cache, but it has "
-                f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower "
+                f"max_model_len={wanted} needs {format_bytes(needed)} of KV cache, but it has "
+                f"{format_bytes(limits.num_blocks * block_bytes)} ({longest} tokens); lower "
                 "max_model_len to "
-                f"{max(1, align_down(num_slots, 8))} or raise kv_cache_memory"
+                f"{max(1, align_down(longest, 8))} or raise kv_cache_memory"
             )
         is_beyond = wanted > spec.max_context_len
         doubt = (

@@ -393,17 +393,16 @@ class Program:
     """`whole`, and what runs instead where no more than half of the hidden states are wanted."""
 
     def __init__(self, whole: Operations, wanted: Operations, num_positions: int) -> None: ...
-    def set_caches(self, caches: list[KVCache]) -> None: ...
+    def set_caches(self, caches: list[KVCache], groups: list[int]) -> None: ...
     def forward(
         self,
         token_ids: int,
         positions: int,
-        slots: int,
         query_start: int,
         context_len: int,
         num_sequences: int,
         num_tokens: int,
-        block_tables: int,
+        tables: list[tuple[int, int]],
         table_stride: int,
         num_wanted: int,
         adapters: list[Adapter],

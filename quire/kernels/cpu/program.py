@@ -90,6 +90,7 @@ class NativeProgram:
         )
         self._native = _native.Program(whole, wanted, num_positions)
         self._caches: list[weakref.ref[Tensor]] = []
+        self._groups: tuple[int, ...] = ()
 
     def __call__(
         self,
@@ -100,20 +101,28 @@ class NativeProgram:
         num_wanted: Tensor | None = None,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        self._attach(kv_caches)
+        self._attach(kv_caches, batch.group_of or (0,) * len(kv_caches))
         num_tokens = token_ids.numel()
         of_adapters = ([], 0) if adapters is None else native_adapters(adapters, num_tokens)
         num_sequences = check_batch(batch)
+        for each in batch.others:
+            fits = each.block_tables.shape == batch.block_tables.shape
+            require(fits, "step: block tables of another shape", each.block_tables)
         out = torch.empty((num_tokens, self._width), dtype=self._dtype)
         self._native.forward(
             indices_address(token_ids, "token_ids", num_tokens),
             indices_address(positions, "positions", num_tokens),
-            indices_address(batch.slots, "slots", num_tokens),
             int32_address(batch.query_start, "query_start"),
             int32_address(batch.context_len, "context_len"),
             num_sequences,
             num_tokens,
-            int32_address(batch.block_tables, "block_tables"),
+            [
+                (
+                    indices_address(each.slots, "slots", num_tokens),
+                    int32_address(each.block_tables, "block_tables"),
+                )
+                for each in (batch, *batch.others)
+            ],
             batch.block_tables.shape[1],
             0
             if num_wanted is None
@@ -123,16 +132,19 @@ class NativeProgram:
         )
         return out
 
-    def _attach(self, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _attach(self, kv_caches: Sequence[tuple[Tensor, Tensor]], groups: tuple[int, ...]) -> None:
         """Point the native step to these caches, unless they are those of the last call.
         Does not keep them alive."""
         tensors = [tensor for pair in kv_caches for tensor in pair]
         known = self._caches
-        if len(known) == len(tensors) and all(
-            ref() is tensor for ref, tensor in zip(known, tensors, strict=True)
+        if (
+            len(known) == len(tensors)
+            and all(ref() is tensor for ref, tensor in zip(known, tensors, strict=True))
+            and groups == self._groups
         ):
             return
-        self._native.set_caches([native_cache(*pair) for pair in kv_caches])
+        self._native.set_caches([native_cache(*pair) for pair in kv_caches], list(groups))
+        self._groups = groups
         self._caches = [weakref.ref(tensor) for tensor in tensors]
 
 

@@ -122,9 +122,9 @@ def bidirectional_attention(
 
 
 def _gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """Return a sequence's cache as float32 [KV heads, context, D]."""
+    """Return a sequence's cache as float32 [KV heads, context, D], arbitrary behind a window."""
     block_size = cache.shape[2]
-    blocks = table[: -(-context // block_size)].long()
+    blocks = table[: -(-context // block_size)].long().clamp(min=0)
     rows = _raw(cache)[blocks].transpose(0, 1).flatten(1, 2)[:, :context].contiguous()
     return _loaded(rows.view(cache.dtype))
 

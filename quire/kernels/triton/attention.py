@@ -79,6 +79,7 @@ def merge(row_max, total, sums, other_max, other_total, other_sums):
 def places_of(
     table,
     first,
+    low,
     end,
     block_stride,
     ROW_SIZE: tl.constexpr,
@@ -86,7 +87,7 @@ def places_of(
     BLOCK_N: tl.constexpr,
 ):
     """Where the rows of positions [first, first + BLOCK_N) begin in a cache, int64 [BLOCK_N]; those
-    from `end` on in block 0.
+    below `low` and from `end` on in block 0.
 
     `first` is a multiple of BLOCK_N. Where tiles are whole blocks, a position's place in its block
     is the same in every tile.
@@ -98,7 +99,8 @@ def places_of(
     else:
         columns = (first + steps) // BLOCK_SIZE
         offsets = (first + steps) % BLOCK_SIZE
-    blocks = tl.load(table + columns, mask=first + steps < end, other=0).to(tl.int64)
+    is_there = (first + steps >= low) & (first + steps < end)
+    blocks = tl.load(table + columns, mask=is_there, other=0).to(tl.int64)
     return blocks * block_stride + offsets * ROW_SIZE
 
 
@@ -119,12 +121,14 @@ def cached_rows(cache, rows, dims, is_there, HEAD_SIZE: tl.constexpr, IS_MASKED:
 @triton.jit
 def attend_tile(
     row_max, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places,
-    first, end, scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    first, low, end, scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The softmax so far and BLOCK_N positions from `first` on. Without IS_MASKED, all queries see
-    all of them; no query sees one from `end` on, if it lies in a tile that begins before.
+    all of them; no query sees one below `low` or from `end` on, if it lies in the same tile: these
+    are not read, since they may be another sequence's.
 
     exp2 takes the place of exp: its exponent is the score times `factor` minus the row_max, in one
     operation.
@@ -132,8 +136,8 @@ def attend_tile(
     ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
     dims = tl.arange(0, queries.shape[1])
     positions = first + tl.arange(0, BLOCK_N)
-    is_there = positions < end
-    rows = places_of(table, first, end, block_stride, ROW_SIZE, BLOCK_SIZE, BLOCK_N)
+    is_there = (positions >= low) & (positions < end)
+    rows = places_of(table, first, low, end, block_stride, ROW_SIZE, BLOCK_SIZE, BLOCK_N)
     keys = row_elements(
         cached_rows(key_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT
     )
@@ -167,8 +171,8 @@ def attend_tile(
 
 @triton.jit
 def attend_split(
-    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, clear_end, end,
-    scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, clear_end, low,
+    end, scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end):
@@ -184,13 +188,13 @@ def attend_split(
     for first in range(begin, clear_end, BLOCK_N):
         row_max, total, sums = attend_tile(
             row_max, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
-            places, first, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+            places, first, low, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
             WINDOW, HAS_SOFT_CAP, FORMAT, False,
         )  # fmt: skip
     for first in range(tl.maximum(begin, clear_end), end, BLOCK_N):
         row_max, total, sums = attend_tile(
             row_max, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
-            places, first, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+            places, first, low, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
             WINDOW, HAS_SOFT_CAP, FORMAT, True,
         )  # fmt: skip
     return row_max, total, sums
@@ -244,9 +248,11 @@ def attention_kernel(
     first_place = context - query_len + first_query
     end = tl.minimum(context, first_place + BLOCK_Q)
     begin = 0
+    low = 0
     clear_end = (first_place + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
-        begin = tl.maximum(first_place - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        low = tl.maximum(first_place - WINDOW + 1, 0)
+        begin = low // BLOCK_N * BLOCK_N
         clear_end = begin
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys = key_cache + kv_head * head_stride
@@ -260,7 +266,8 @@ def attention_kernel(
         split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
         row_max, total, sums = attend_split(
             queries, keys, values, of_keys, of_values, table, places, split_begin,
-            tl.minimum(clear_end, split_end), split_end, scale, soft_cap, block_stride, HEAD_SIZE,
+            tl.minimum(clear_end, split_end), low, split_end, scale, soft_cap, block_stride,
+            HEAD_SIZE,
             BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
         )  # fmt: skip
         tl.store(partial_stats + where * 2, row_max, mask=is_row)
@@ -272,9 +279,9 @@ def attention_kernel(
     else:
         if HAS_ONE_SPLIT:
             row_max, total, sums = attend_split(
-                queries, keys, values, of_keys, of_values, table, places, begin, clear_end, end,
-                scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
-                FORMAT,
+                queries, keys, values, of_keys, of_values, table, places, begin, clear_end, low,
+                end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW,
+                HAS_SOFT_CAP, FORMAT,
             )  # fmt: skip
         else:
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -284,7 +291,7 @@ def attention_kernel(
                 split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
                 split_max, split_total, split_sums = attend_split(
                     queries, keys, values, of_keys, of_values, table, places,
-                    tl.maximum(begin, split * SPLIT_LEN), tl.minimum(clear_end, split_end),
+                    tl.maximum(begin, split * SPLIT_LEN), tl.minimum(clear_end, split_end), low,
                     split_end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
                     WINDOW, HAS_SOFT_CAP, FORMAT,
                 )  # fmt: skip

@@ -37,7 +37,8 @@ class TritonProgram(Interpreter):
         """Compute, of heads, the queries alone: no operation reads the others from here."""
         match operation:
             case ops.PrepareHeads(cache=int(cache)):
-                return enter(x, operation, self._weights, step.batch, step.kv_caches[cache])
+                batch = step.batch.of_cache(cache)
+                return enter(x, operation, self._weights, batch, step.kv_caches[cache])
             case ops.AddNorm(norm=norm) if norm.kind == "rms":
                 return super().compute(operation, step, x, y)
             case ops.Linear(weight=index):

@@ -2,6 +2,7 @@
 reads back its tokens.
 
 The model writes tokens into slots as a worker would and knows nothing of references or digests.
+Groups of layers with a window see the last tokens alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.core.kvcache.audit import audit_manager
 from quire.core.kvcache.manager import BlockTable, KVCacheManager
-from quire.core.kvcache.prefix import ChainKeys, PrefixIndex
+from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixIndex
 from quire.core.plan import BlockCopy
 
 _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
@@ -37,12 +38,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 12),
         size=st.integers(1, 4),
         digest=st.sampled_from(("keyed", "colliding")),
+        windows=st.sampled_from(((None,), (None,), (2,), (5,), (None, 3), (None, 1, 4))),
     )
-    def start(self, num_blocks: int, size: int, digest: str) -> None:
-        self.manager = KVCacheManager(num_blocks, size)
+    def start(
+        self, num_blocks: int, size: int, digest: str, windows: tuple[int | None, ...]
+    ) -> None:
+        num_blocks *= len(windows)
+        self.manager = KVCacheManager(num_blocks, size, windows=windows, num_ahead=9)
         if digest == "colliding":
             self.manager.index = PrefixIndex(
-                size, lambda parent, content: bytes([sum(parent + content) % 3]) * 16
+                size, lambda parent, content: bytes([sum(parent + content) % 3]) * 16, windows
             )
         self.memory: list[list[int | None]] = [[None] * size for _ in range(num_blocks)]
         self.owners: list[_Owner] = []
@@ -52,12 +57,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         manager = self.manager
         keys = manager.index.keys(())
         match = manager.match(keys, tokens, len(tokens) - 1)
-        num_new = manager.num_blocks_for(len(tokens)) - len(match.nodes)
-        if num_new + manager.num_free_in(match) > manager.pool.num_free:
+        num_wanted = manager.num_wanted(match, manager.num_places_for(len(tokens)))
+        if num_wanted > manager.pool.num_free - manager.num_extra_references:
             return
         owner = _Owner(manager.new_table(()), keys, tokens)
-        copy = manager.adopt(owner.table, match)
-        self._apply(copy)
+        self._apply(manager.adopt(owner.table, match))
         self._write(owner, match.num_tokens, len(tokens))
         self.owners.append(owner)
 
@@ -78,6 +82,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         if self.manager.fill_slot(owner.table, position):
             owner.tokens = [*owner.tokens, token]
             self._set(owner, position, token)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        owner = self._pick(data)
+        self.manager.publish(owner.table, owner.keys, owner.tokens, len(owner.tokens))
+        num_free = self.manager.pool.num_free - self.manager.num_extra_references
+        entries = self.manager.give_back(owner.table, len(owner.tokens))
+        now = self.manager.pool.num_free - self.manager.num_extra_references
+        assert now == num_free + len(entries), "each reference counts as a block"
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -113,31 +127,42 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_table_reads_back_its_tokens(self) -> None:
+        """Those that its next token sees."""
+        windows, size = self.manager.index.windows, self.manager.block_size
         for owner in self.owners:
-            slots = [token for block in owner.table.blocks for token in self.memory[block]]
-            assert slots[: len(owner.tokens)] == owner.tokens
+            end = len(owner.tokens)
+            for group, window in enumerate(windows):
+                for position in range(0 if window is None else max(0, end + 1 - window), end):
+                    block = owner.table.blocks[position // size * len(windows) + group]
+                    assert block >= 0, f"position {position} of group {group} was given back"
+                    assert self.memory[block][position % size] == owner.tokens[position]
 
     @invariant()
     def every_cached_block_holds_what_it_promises(self) -> None:
         for node in self.manager.index.nodes():
-            assert tuple(self.memory[node.block][: len(node.tokens)]) == node.tokens
+            for block in node.blocks:
+                if block != NO_BLOCK:
+                    assert tuple(self.memory[block][: len(node.tokens)]) == node.tokens
 
     def _pick(self, data: st.DataObject) -> _Owner:
         return self.owners[data.draw(st.integers(0, len(self.owners) - 1), label="owner")]
 
     def _write(self, owner: _Owner, start: int, end: int) -> None:
         change = self.manager.extend(owner.table, start, end)
-        self._apply(change.copy)
+        self._apply(change.copies)
         for position in range(start, end):
             self._set(owner, position, owner.tokens[position])
 
     def _set(self, owner: _Owner, position: int, token: int) -> None:
         place, offset = divmod(position, self.manager.block_size)
-        self.memory[owner.table.blocks[place]][offset] = token
+        first = place * self.manager.num_groups
+        for block in owner.table.blocks[first : first + self.manager.num_groups]:
+            self.memory[block][offset] = token
 
-    def _apply(self, copy: BlockCopy | None) -> None:
-        if copy is not None:
-            self.memory[copy.destination] = self.memory[copy.source].copy()
+    def _apply(self, copies: tuple[BlockCopy, ...]) -> None:
+        held = [self.memory[copy.source].copy() for copy in copies]
+        for copy, tokens in zip(copies, held, strict=True):
+            self.memory[copy.destination] = tokens
 
 
 TestAllocator = AllocatorMachine.TestCase

@@ -47,7 +47,8 @@ def test_a_fork_shares_everything_and_the_first_write_copies_only_the_partial_bl
     twin = manager.fork(table)
     assert manager.pool.num_used == 2 and twin.blocks == table.blocks
     change = manager.extend(twin, 6, 7)
-    assert change.copy == BlockCopy(table.blocks[1], twin.blocks[1]) and change.replaced_index == 1
+    assert change.copies == (BlockCopy(table.blocks[1], twin.blocks[1]),)
+    assert change.replaced_index == 1
     assert twin.blocks[0] == table.blocks[0] and manager.pool.num_used == 3
     assert manager.extend(table, 6, 7) is UNCHANGED, "the last owner writes in place"
     audit_manager(manager, [table, twin])
@@ -58,7 +59,7 @@ def test_a_fork_at_a_block_boundary_needs_no_copy() -> None:
     table = manager.new_table(())
     manager.extend(table, 0, 8)
     twin = manager.fork(table)
-    assert manager.extend(twin, 8, 9).copy is None
+    assert manager.extend(twin, 8, 9).copies == ()
     audit_manager(manager, [table, twin])
 
 
@@ -70,12 +71,8 @@ def test_a_match_is_shared_and_a_partly_matching_block_copied() -> None:
     table, keys = manager.new_table(()), manager.index.keys(())
     match = manager.match(keys, [*range(9), 99, 99], 10)
     assert match.num_tokens == 9 and len(match.nodes) == 2 and match.partial is not None
-    copy = manager.adopt(table, match)
-    assert (
-        copy is not None
-        and copy.source == match.partial.block
-        and copy.destination == table.blocks[2]
-    )
+    [source] = match.partial.blocks
+    assert manager.adopt(table, match) == (BlockCopy(source, table.blocks[2]),)
     audit_manager(manager, [table])
 
 
@@ -86,7 +83,7 @@ def test_the_last_free_block_is_taken_over_instead_of_copied_onto_itself() -> No
     again, keys = manager.new_table(()), manager.index.keys(())
     match = manager.match(keys, [1, 2, 3, 4], 3)
     assert match.num_tokens == 3
-    assert manager.adopt(again, match) is None and again.blocks == [0]
+    assert manager.adopt(again, match) == () and again.blocks == [0]
     assert len(manager.index) == 0, "the block is written to, so it must not stay cached"
     audit_manager(manager, [again])
 

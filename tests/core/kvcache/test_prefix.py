@@ -16,7 +16,7 @@ def _publish(
     keys.extend_to(tokens)
     node = keys.root
     for content, digest, block in zip(keys.tokens, keys.digests, blocks, strict=True):
-        inserted = index.insert_full(node, content, digest, block)
+        inserted = index.insert_full(node, content, digest, [block])
         assert inserted is not None
         node = inserted
     return node
@@ -31,7 +31,7 @@ def _lookup(index: PrefixIndex, tokens: list[int], namespace: tuple[str, ...] = 
         if child is None:
             break
         node = child
-        blocks.append(child.block)
+        blocks += child.blocks
     return blocks
 
 
@@ -71,7 +71,7 @@ def test_a_collision_costs_a_miss_and_never_returns_other_content() -> None:
     assert _lookup(index, [9, 9, 9, 9]) == []
     keys = index.keys(())
     keys.extend_to([9, 9, 9, 9])
-    assert index.insert_full(keys.root, keys.tokens[0], keys.digests[0], 1) is None
+    assert index.insert_full(keys.root, keys.tokens[0], keys.digests[0], [1]) is None
     assert _lookup(index, [1, 2, 3, 4]) == [0]
 
 
@@ -87,7 +87,7 @@ def test_the_same_tokens_after_another_prefix_collide_without_harm() -> None:
 
 def test_hits_are_counted_to_the_token(index: PrefixIndex) -> None:
     _publish(index, [1, 2, 3, 4], [0])
-    index.insert_partial(index.root(()), (1, 2, 7), 1)
+    index.insert_partial(index.root(()), (1, 2, 7), [1])
     root = index.root(())
     for tokens, block, length in (
         ((1, 2, 3, 9), 0, 3), ((1, 2, 7, 7), 1, 3), ((1, 2), 0, 2), ((1, 9), 0, 1),
@@ -96,14 +96,14 @@ def test_hits_are_counted_to_the_token(index: PrefixIndex) -> None:
         node, found = index.closest_child(root, tokens)
         assert found == length
         assert node is None or common_prefix_len(node.tokens, tokens) == length
-        assert (node.block in (0, 1)) if node is not None else block == -1
+        assert (node.blocks[0] in (0, 1)) if node is not None else block == -1
 
 
 def test_a_partial_block_that_adds_nothing_is_not_published(index: PrefixIndex) -> None:
     _publish(index, [1, 2, 3, 4], [0])
-    assert not index.insert_partial(index.root(()), (1, 2), 1)
-    assert index.insert_partial(index.root(()), (1, 3), 1)
-    assert not index.insert_partial(index.root(()), (1, 3), 2)
+    assert not index.insert_partial(index.root(()), (1, 2), [1])
+    assert index.insert_partial(index.root(()), (1, 3), [1])
+    assert not index.insert_partial(index.root(()), (1, 3), [2])
 
 
 def test_removing_a_block_removes_what_continued_it(index: PrefixIndex) -> None:

@@ -24,9 +24,7 @@ def _running(harness: Harness, *lengths: int, **changes: Any) -> Any:
 
 
 def _choose(run: Any) -> Any:
-    return choose_victim(
-        run.scheduler.running, None, run.scheduler.manager.pool, run.limits.block_size
-    )
+    return choose_victim(run.scheduler.running, None, run.scheduler.manager)
 
 
 def test_the_cheapest_goes_and_the_youngest_among_equals(harness: Harness) -> None:
@@ -56,10 +54,10 @@ def test_shared_blocks_are_neither_freed_nor_computed_again(harness: Harness) ->
     run.add("a", 16, max_tokens=9, num_sequences=2)
     run.step()
     run.step()
-    pool, sequence = run.scheduler.manager.pool, run.scheduler.running[0]
-    preemption = assess(sequence, run.scheduler.running[1], pool, 4)
+    manager, sequence = run.scheduler.manager, run.scheduler.running[0]
+    preemption = assess(sequence, run.scheduler.running[1], manager)
     assert preemption.num_freed_blocks == 1 and preemption.num_recomputed_tokens == 4
     assert preemption.reason() == (
         "preempted a (1 blocks freed, at most 4 tokens to compute again): a#1 needs memory"
     )
-    assert "nothing else could run" in assess(sequence, None, pool, 4).reason()
+    assert "nothing else could run" in assess(sequence, None, manager).reason()

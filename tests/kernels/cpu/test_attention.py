@@ -82,6 +82,26 @@ def test_every_cache_format_agrees_with_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("window", [1, 40, 70])
+def test_what_is_behind_the_window_may_be_anything(
+    native_isa: Kernels,
+    paged: type[Paged],
+    window: int,
+    kv_format: str,
+    dtype: torch.dtype,
+) -> None:
+    """Other sequences' numbers, also such that are not finite, in blocks that were given back."""
+    case = paged.random(((1, 150), (30, 170), (3, 100), (5, 5)), 2, 40, dtype)
+    query = draw_query(case, 4)
+    want = attend(native_isa, case, query, kv_format=kv_format, window=window)
+    keys, values, batch = case.pages(16, kv_format)
+    case.give_back(window, (keys, values), batch)
+    got = native_isa.paged_attention(query, keys, values, batch, scale=40**-0.5, window=window)
+    assert want.isfinite().all() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}])
 def test_chunks_blocks_and_company_change_no_bit_in_any_format(
     native_isa: Kernels,

@@ -66,6 +66,31 @@ def test_it_agrees_with_the_reference(
     assert_near(attend(kernels, case, query), attend(reference, case, query))
 
 
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
+def test_what_is_behind_the_window_may_be_anything(
+    kernels: Kernels, paged: type[Paged], device: torch.device, kv_format: str
+) -> None:
+    """Other sequences' numbers, also such that are not finite, in blocks that were given back."""
+    case = paged.random(((1, 90), (18, 60)), 2, 40, torch.bfloat16)
+    query, answers = draw_query(case, 4).to(device), []
+    for is_given_back in (False, True):
+        keys, values, batch = case.pages(16, kv_format)
+        if is_given_back:
+            case.give_back(20, (keys, values), batch)
+        moved = replace(
+            batch,
+            query_start=batch.query_start.to(device),
+            context_len=batch.context_len.to(device),
+            block_tables=batch.block_tables.to(device),
+        )
+        answers.append(
+            kernels.paged_attention(
+                query, keys.to(device), values.to(device), moved, scale=0.2, window=20
+            )
+        )
+    assert answers[0].isfinite().all() and torch.equal(*answers)
+
+
 @pytest.mark.parametrize(
     "options", [{"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}]
 )

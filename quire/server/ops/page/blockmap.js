@@ -20,6 +20,7 @@ export class BlockMap {
     this.columns = 1;
     this.numBlocks = 0;
     this.blockSize = 16;
+    this.numGroups = 1; // of layers: a row has a block of each for the same tokens
     this.selected = -1;
     this.marked = null; // colour number whose blocks are outlined
     this.#onPoint = onPoint;
@@ -37,7 +38,8 @@ export class BlockMap {
   #writing = new Uint8Array(0);
   #palette = new Map();
 
-  resize(numBlocks, blockSize) {
+  resize(numBlocks, blockSize, numGroups) {
+    this.numGroups = numGroups;
     if (numBlocks === this.numBlocks && blockSize === this.blockSize) return;
     this.numBlocks = numBlocks;
     this.blockSize = blockSize;
@@ -94,8 +96,10 @@ export class BlockMap {
     for (const row of rows.values()) {
       const { blocks, computed, colour } = row;
       const last = Math.floor((computed - 1) / this.blockSize);
-      for (let place = 0; place < blocks.length; place += 1) {
-        const block = blocks[place];
+      for (let entry = 0; entry < blocks.length; entry += 1) {
+        const block = blocks[entry];
+        if (block < 0) continue; // behind a window, and given back
+        const place = Math.floor(entry / this.numGroups);
         this.#refs[block] += 1;
         this.#kinds[block] = this.#refs[block] > 1 ? SHARED : OWNED;
         this.#colours[block] = colour;
@@ -195,7 +199,7 @@ export class BlockMap {
     if (this.marked !== null && this.#state) {
       for (const row of this.#state.rows.values()) {
         if (row.colour !== this.marked) continue;
-        for (const block of row.blocks) box(block, 1, 1.5, this.#variable("ink"));
+        for (const block of row.blocks) if (block >= 0) box(block, 1, 1.5, this.#variable("ink"));
       }
     }
     if (this.selected >= 0) box(this.selected, 2, 2, this.#variable("accent"));

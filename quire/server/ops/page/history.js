@@ -26,7 +26,7 @@ export class State {
     for (const each of this.rows.values()) each.isWriting = false;
     for (const [row] of record.removed) this.rows.delete(row);
     for (const entry of record.entered) this.rows.set(entry.row, enteredRow(entry, colourOf));
-    for (const [row, place, block] of record.replaced) this.rows.get(row).blocks[place] = block;
+    for (const [row, entry, block] of record.replaced) this.rows.get(row).blocks[entry] = block;
     for (const [row, blocks] of record.appended) this.rows.get(row).blocks.push(...blocks);
     for (const row of record.decoded) this.#compute(row, 1);
     for (const [row, start, count] of record.chunks) this.#compute(row, start + count - this.rows.get(row).computed);
@@ -35,7 +35,7 @@ export class State {
 
   numUsed() {
     const used = new Uint8Array(this.cached.length);
-    for (const row of this.rows.values()) for (const block of row.blocks) used[block] = 1;
+    for (const row of this.rows.values()) for (const block of row.blocks) if (block >= 0) used[block] = 1;
     return used.reduce((sum, each) => sum + each, 0);
   }
 

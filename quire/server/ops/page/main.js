@@ -65,7 +65,7 @@ function take(answer) {
   if (inspection.base) numbers.reset();
   const records = history.take(inspection);
   numbers.take(records, inspection);
-  map.resize(inspection.num_blocks, inspection.block_size);
+  map.resize(inspection.num_blocks, inspection.block_size, inspection.num_groups);
   if (selected !== null && selected < history.first) selected = history.first;
   render();
 }
