@@ -190,11 +190,11 @@ void Pass::run(const Operation &operation) const {
 // What adapters add must be there before the activation: where a row uses one, products are kept in float32 as the projection
 // would have had them before it rounded, so that the other rows' bits are those of `linear_gated`.
 void Pass::gate(const Operation &operation) const {
-    const bool is_adaptable = step_.adapted != nullptr && operation.number != Operation::NO_ADAPTERS;
+    const bool is_adaptable = step_->adapted != nullptr && operation.number != Operation::NO_ADAPTERS;
     const int64_t at_once = is_adaptable ? max64(LEAST_GATED_ROWS, GATED_BYTES / (operation.weight.num_outputs * 4)) : num_tokens();
     for (int64_t first = 0; first < num_tokens(); first += at_once) {
         const int64_t last = min64(first + at_once, num_tokens());
-        if (is_adaptable && step_.adapted->concern(operation.number, first, last)) {
+        if (is_adaptable && step_->adapted->concern(operation.number, first, last)) {
             gate_adapted(operation, first, last);
         } else {
             linear_gated(operation.weight, operation.activation, offset(at(operation.x), first * operation.x.width, dtype_), dtype_,
@@ -209,7 +209,7 @@ void Pass::gate_adapted(const Operation &operation, int64_t first, int64_t last)
     void *const out = offset(at(operation.out), first * width, dtype_);
     float *const products = scratch(GATE_PRODUCTS, count * 2 * width);
     linear(operation.weight, x, dtype_, count, products, DType::f32);
-    step_.adapted->between(first, last).add_to(operation.number, x, dtype_, products, DType::f32, 0, 2 * width);
+    step_->adapted->between(first, last).add_to(operation.number, x, dtype_, products, DType::f32, 0, 2 * width);
     over_rows(count, 4 * width, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
             float *const row = products + r * 2 * width;
@@ -223,8 +223,8 @@ void Pass::project(const Operation &operation) const {
     const void *const x = at(operation.x);
     void *const out = at(operation.out);
     linear(operation.weight, x, dtype_, num_tokens(), out, dtype_);
-    if (step_.adapted == nullptr || operation.number == Operation::NO_ADAPTERS) return;
-    step_.adapted->add_to(operation.number, x, dtype_, out, dtype_, operation.first_output, operation.out.width);
+    if (step_->adapted == nullptr || operation.number == Operation::NO_ADAPTERS) return;
+    step_->adapted->add_to(operation.number, x, dtype_, out, dtype_, operation.first_output, operation.out.width);
 }
 
 NormRows Pass::rows_of(const NormWeight &norm, const void *x, void *out) const {

@@ -14,6 +14,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkingBudget, ThinkTagTokens
+from quire.core.pooling import Pool
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.front.digest import Digest
 from quire.engine.front.requests import PreparedRequest
@@ -45,6 +46,7 @@ OTHERS: dict[str, Any] = {
     "weight": 0.5,
     "namespace": ("salt", "c"),
     "reads_cache": False,
+    "pool": Pool(is_whole=True, dimensions=8, num_skipped=1),
     "arrival_s": 12.5,
 }  # fmt: skip
 """For each field a value that is not its default."""
@@ -87,6 +89,7 @@ def test_a_field_is_named_where_it_is_declared_where_it_is_made_and_where_it_is_
     assert named - {"sim/scenario.py"} == {
         "core/request_spec.py",
         "engine/front/digest.py",
+        "engine/pooling/requests.py",
         "core/scheduler/resources.py",
     }
 

@@ -217,9 +217,12 @@ def test_neither_a_refusal_nor_an_answer_leaves_anything_for_the_cycle_collector
         gc.collect()
         gc.disable()
         try:
-            for _ in range(10):
-                await ask(mine, request)
-            return gc.collect()
+            counts = []
+            for _ in range(3):  # threads of other tests may leave something, but not each time
+                for _ in range(10):
+                    await ask(mine, request)
+                counts.append(gc.collect())
+            return min(counts)
         finally:
             gc.enable()
             for protocol, _ in (others, mine):

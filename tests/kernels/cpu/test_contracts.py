@@ -294,7 +294,7 @@ WRONG_FIELDS: list[tuple[int, dict[str, Any]]] = [
     )),
     *((ATTEND, wrong) for wrong in (
         {"heads": (2, 0, 16)}, {"heads": (3, 2, 16)}, {"scale": float("nan")}, {"soft_cap": -1.0},
-        {"window": -1}, {"cache": -1},
+        {"window": -1}, {"cache": -1, "heads": (1, 1, 16)},
     )),
     (EMBED, {"table": None}), (SCALE, {"factor": float("inf")}), (NORM, {"norm": None}),
     (NORM, {"norm": _norm(16)}), (LINEAR, {"weight": None}), (LINEAR, {"first_output": 8}),
@@ -310,7 +310,7 @@ WRONG_VALUES: list[tuple[int, Places, Places]] = [
     (ACTIVATE, [(0, 16)], [(0, 8)]), (PREPARE_HEADS, [(0, 64)], [(64, 64)]),
     (PREPARE_HEADS, [(-2, 64)], [(-2, 64)]), (ATTEND, [(0, 31)], [(64, 32)]),
     (ATTEND, [(0, 64)], [(32, 32)]), (ATTEND, [(0, 64)], [(-1, 32)]),
-    (SELECT, [(0, 16)], [(8, 16)]), (SCATTER, [(0, 16), (16, 16)], [(16, 16)]), (11, [], []),
+    (SELECT, [(0, 16)], [(8, 16)]), (SCATTER, [(0, 16), (16, 16)], [(16, 16)]), (13, [], []),
 ]  # fmt: skip
 
 
