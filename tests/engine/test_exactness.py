@@ -501,9 +501,7 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if sequence.num_output_tokens in victims[sequence.request.request_id]:
-                scheduler._preempt(
-                    assess(sequence, None, scheduler.manager.pool, scheduler.limits.block_size)
-                )
+                scheduler._preempt(assess(sequence, None, scheduler.manager))
 
     outputs = run_all(engine, after_step=preempt)
     longest = max(len(tokens) for tokens, *_ in calm[:3])

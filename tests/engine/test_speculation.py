@@ -208,8 +208,7 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if rng.random() < 0.15:
-                pool = scheduler.manager.pool
-                scheduler._preempt(assess(sequence, None, pool, scheduler.limits.block_size))
+                scheduler._preempt(assess(sequence, None, scheduler.manager))
 
     assert _answers(engine, preempt) == plain
     assert engine.scheduler.stats.num_preemptions > 8

@@ -69,6 +69,7 @@ def test_the_plan_weighs_what_the_loader_makes(method: str | None, is_tied: bool
         for parts in spec.projections
         if method == "int4"
     )
+    assert spec.head is not None
     head = spec.head.weight.num_elements if method == "int4" else 0
     assert (
         model.num_bytes - rope_bytes

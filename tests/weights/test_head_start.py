@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from quire.errors import CheckpointError
 from quire.kernels import cpu
-from quire.models.declaration import DecoderSpec
+from quire.models.declaration import DecoderSpec, LinearSpec
 from quire.models.registry import declare
 from quire.weights.checkpoint import SafetensorsCheckpoint
 
@@ -47,6 +47,11 @@ GPT2: dict[str, object] = {
 
 def _wanted(spec: DecoderSpec) -> Wanted:
     return Wanted(spec.projections, [spec.embedding])
+
+
+def _head(spec: DecoderSpec) -> LinearSpec:
+    assert spec.head is not None
+    return spec.head
 
 
 def _save(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
@@ -112,7 +117,7 @@ def test_what_outlives_the_loading(tmp_path: Path) -> None:
     spec = declare(QWEN2)
     _save(tmp_path, spec, torch.float32)
     with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
-        packed = weights.packed([spec.head])
+        packed = weights.packed([_head(spec)])
     del weights
     assert isinstance(packed, CpuLinear)
     table = torch.empty(spec.embedding.shape)
@@ -125,7 +130,7 @@ def test_transposed_weights_are_left_to_the_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, spec, torch.float32)
     with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
         assert weights.packed(spec.projections[0]) is None
-        assert weights.packed([spec.head]) is not None
+        assert weights.packed([_head(spec)]) is not None
 
 
 def test_a_file_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "model.safetensors", 4000)
     weights = HeadStart(checkpoint, _wanted(spec), "float32", 1)
     with weights, pytest.raises(CheckpointError, match="shorter than its header says"):
-        weights.packed([spec.head])
+        weights.packed([_head(spec)])
 
 
 def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -144,7 +149,7 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path: Path) -> None:
     with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
         with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
-            weights.packed([spec.head])
+            weights.packed([_head(spec)])
 
 
 def test_giving_up_is_quick_and_safe(tmp_path: Path) -> None:

@@ -61,10 +61,11 @@ def test_it_agrees_with_the_reference_and_company_changes_no_bit(
     logits[:, -2] -= 50.0  # hardly anyone's choice
     choice = REFERENCE.choose_experts(logits, Routing(num_experts, count, True))
     choice.ids[0, 0] = -1  # held elsewhere
-    packed, ours = [kernels.pack_linear(each) for each in (up, down)], there(choice, device)
+    packed = kernels.pack_linear(up), kernels.pack_linear(down)
+    ours = there(choice, device)
     got = kernels.apply_experts(x.to(device), *packed, ours, "silu")
     near = 2e-5 if dtype is torch.float32 else 2e-2
-    plain = [REFERENCE.pack_linear(each) for each in (up, down)]
+    plain = REFERENCE.pack_linear(up), REFERENCE.pack_linear(down)
     want = REFERENCE.apply_experts(x, *plain, choice, "silu")
     torch.testing.assert_close(got.cpu(), want, atol=near, rtol=near)
     few = slice(num_tokens // 2, num_tokens // 2 + 2)
