@@ -204,7 +204,7 @@ def test_neither_a_refusal_nor_an_answer_leaves_anything_for_the_cycle_collector
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text
     )
 
-    async def leftovers(script: Script, status: bytes) -> int:
+    async def leftovers(script: Script, status: bytes) -> list[str]:
         client = FakeClient(script)
         app = build_app(ApiConfig(max_queued_requests=1), client, key_ring([]))
         others, mine = connect(app), connect(app)
@@ -216,18 +216,22 @@ def test_neither_a_refusal_nor_an_answer_leaves_anything_for_the_cycle_collector
             assert b"".join(await ask(mine, request)).startswith(b"HTTP/1.1 " + status)
         gc.collect()
         gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
         try:
-            counts = []
+            left = []
             for _ in range(3):  # threads of other tests may leave something, but not each time
                 for _ in range(10):
                     await ask(mine, request)
-                counts.append(gc.collect())
-            return min(counts)
+                gc.collect()
+                left.append([f"{type(each).__qualname__} {each!r:.99}" for each in gc.garbage])
+                gc.garbage.clear()
+            return min(left, key=len)
         finally:
+            gc.set_debug(0)
             gc.enable()
             for protocol, _ in (others, mine):
                 protocol.connection_lost(None)
             await asyncio.gather(*others[0].tasks, return_exceptions=True)
 
-    assert asyncio.run(leftovers(Script(begins=False), b"429")) == 0
-    assert asyncio.run(leftovers(Script(pieces=("one",)), b"200")) == 0
+    assert asyncio.run(leftovers(Script(begins=False), b"429")) == []
+    assert asyncio.run(leftovers(Script(pieces=("one",)), b"200")) == []
