@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from benchmarks.models import CONFIGS, write_random_model
 from quire import LLM, LoRARequest, SamplingParams, TokensPrompt
 from quire.engine.front.prompts import Prompt
+from quire.lora.layout import adaptable
 from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
 
@@ -35,7 +36,7 @@ def write_adapter(folder: Path, spec: DecoderSpec, rank: int, seed: int) -> Path
     """An adapter of every projection, random in both halves."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for part in (part for parts in spec.projections[:-1] for part in parts):
+    for part in (part for parts in adaptable(spec).values() for part in parts):
         name = f"base_model.model.{part.name}"
         down = torch.randn(rank, part.num_inputs, generator=generator) / part.num_inputs**0.5
         up = torch.randn(part.num_outputs, rank, generator=generator) * 0.1 / rank**0.5

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.errors import CheckpointError
 from quire.lora.config import MAX_RANK, AdapterConfig, read_config
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec, LinearSpec
+from quire.models.declaration import DTYPE_BYTES, DecoderSpec, ExpertsSpec, LinearSpec
 from quire.weights.checkpoint import FLOAT_DTYPES
 from quire.weights.tensor_file import StoredTensor, TensorFile
 
@@ -22,6 +22,8 @@ FILES = ("adapter_config.json", WEIGHTS_NAME)
 """All that an adapter is."""
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MAX_SHOWN = 4
+_NUM_EXPERT_WEIGHTS = 3
+"""A mixture's first projections: router, all experts' gate and up, all experts' down."""
 
 
 class PartLayout(NamedTuple):
@@ -69,7 +71,8 @@ def layout_of(
     if found.unused:
         raise CheckpointError(
             f"{folder}: the adapter has tensors for what this model's adapters cannot change: "
-            f"{_listed(found.unused)}; supported are its attention and MLP projections"
+            f"{_listed(found.unused)}; supported are the projections of attention and of MLPs "
+            "that are no experts"
         )
     modules = {part.module for weight in weights for part in weight.parts}
     _check_targets(folder, config, spec, modules)
@@ -94,8 +97,14 @@ def adapter_bytes(spec: DecoderSpec, rank: int, dtype: str) -> int:
 
 
 def adaptable(spec: DecoderSpec) -> Mapping[int, tuple[LinearSpec, ...]]:
-    """Return the weights that adapters may change, by their numbers: all but the head."""
-    return dict(enumerate(spec.projections[:-1]))
+    """Return the weights that adapters may change, by their numbers: all but the head, and the
+    router and the experts of mixtures, whose operation takes no adapters."""
+    found: list[tuple[LinearSpec, ...] | None] = []
+    for mixer in (mixer for block in spec.blocks for mixer in block.mixers):
+        shared = mixer.projections[_NUM_EXPERT_WEIGHTS:]
+        is_mixture = isinstance(mixer, ExpertsSpec)
+        found += [None] * _NUM_EXPERT_WEIGHTS + list(shared) if is_mixture else mixer.projections
+    return {number: parts for number, parts in enumerate(found) if parts is not None}
 
 
 class _Halves:
@@ -180,7 +189,7 @@ def _check_targets(
         if not meant:
             raise CheckpointError(
                 f"{folder}: target_modules names {target!r}, which this model's adapters cannot "
-                "change; supported are its attention and MLP projections"
+                "change; supported are the projections of attention and of MLPs that are no experts"
             )
         if missing := sorted(meant - modules):
             raise CheckpointError(

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from folders import TEXTS, make_folder
 
-from quire import LLM
+from quire import LLM, BeamSearchParams
 from quire.cli.main import main
+from quire.errors import InvalidParameterError
 
 OPTIONS = ["--dtype", "float32", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--no-progress"]
 
@@ -61,3 +62,20 @@ def test_documents_come_the_best_first(
 def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["embed", str(folder), "/nowhere.txt", *OPTIONS]) == 2
     assert "/nowhere.txt cannot be read" in capsys.readouterr().err
+
+
+def test_an_encoder_is_planned_quantized_and_refused_what_generates(
+    folder: Path, tmp_path: Path, lines: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder)]) == 0
+    speculation = ["--speculative-config", '{"method": "suffix"}']
+    assert main(["embed", str(folder), lines, *OPTIONS, *speculation]) != 0
+    assert "speculative_config drafts tokens of text" in capsys.readouterr().err
+    quantized = tmp_path / "int8"
+    assert main(["quantize", str(folder), "--to", "int8", "-o", str(quantized)]) == 0
+    assert main(["embed", str(quantized), lines, *OPTIONS]) == 0
+    with (
+        closing(LLM(str(folder), dtype="float32", kv_cache_memory="8MiB")) as llm,
+        pytest.raises(InvalidParameterError, match="makes vectors or classes"),
+    ):
+        llm.beam_search(["x"], BeamSearchParams(beam_width=2, max_tokens=2))

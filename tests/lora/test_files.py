@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import write_adapter
+from adapters import TINY, write_adapter
 from safetensors.torch import load_file, save_file
 
 from quire.core.adapters import AdapterOrder
@@ -19,10 +19,12 @@ from quire.errors import CheckpointError
 from quire.kernels.reference.kernels import ReferenceKernels
 from quire.lora.config import read_config
 from quire.lora.identity import content_digest
-from quire.lora.layout import adapter_bytes, check_adapter
+from quire.lora.layout import adaptable, adapter_bytes, check_adapter
 from quire.lora.store import AdapterStore
 from quire.lora.weights import AdapterLoader
 from quire.models.declaration import DecoderSpec
+from quire.models.registry import declare
+from tests.golden.checkpoints import CONFIGS
 
 LAYER = "base_model.model.model.layers.0"
 
@@ -202,3 +204,13 @@ def test_files_that_are_not_what_their_digest_says_are_not_loaded(
     write_adapter(folder, spec, seed=3)
     with pytest.raises(CheckpointError, match="no longer what they were"):
         loader.load(order)
+
+
+def test_experts_and_routers_take_no_adapters_and_a_model_without_a_head_all_others() -> None:
+    mixture = declare(CONFIGS["qwen2 moe"])
+    names = {part.name for parts in adaptable(mixture).values() for part in parts}
+    assert any(name.endswith("q_proj") for name in names)
+    assert any("shared_expert.down_proj" in name for name in names)
+    assert not [name for name in names if ".experts." in name or name.endswith("mlp.gate")]
+    headless = declare({**TINY, "architectures": ["LlamaModel"]})
+    assert len(adaptable(headless)) == len(headless.projections)

@@ -60,7 +60,9 @@ def server(folder: Path) -> Iterator[RunningServer]:
         ),
         lora_folder=str(folder),
     )
-    with serve_model(config, enable_lora=True, max_loras=2, max_cpu_loras=3) as running:
+    with serve_model(
+        config, enable_lora=True, max_loras=2, max_cpu_loras=3, convert="embed"
+    ) as running:
         yield running
 
 
@@ -272,3 +274,25 @@ def test_modules_are_read_in_both_forms() -> None:
     assert read_module("a=b=c") == ("a", "b=c")
     assert read_module(given) == ("a", "b")
     assert os.sep not in read_module(given)[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a fox"}),
+        ("/pooling", {"input": "a fox"}),
+        ("/score", {"text_1": "a fox", "text_2": ["a dog", "the sea"]}),
+        ("/rerank", {"query": "a fox", "documents": ["a dog", "the sea"]}),
+    ],
+)
+def test_vectors_are_the_adapters_too(ask: Ask, path: str, body: dict[str, Any]) -> None:
+    def numbers(model: str) -> Any:
+        answer = ask(path, model=model, **body)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert found["model"] == model
+        listed = found.get("data") or found["results"]
+        keys = ("embedding", "data", "score", "relevance_score")
+        return sorted(str(each[key]) for each in listed for key in keys if key in each)
+
+    assert numbers("first") == numbers("first") != numbers(STORYTELLER)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.llm import LLM
 from quire.lora.config import AdapterConfig, read_config
+from quire.lora.layout import adaptable
 from quire.models.declaration import DecoderSpec, LinearSpec
 from quire.models.registry import declare
 
@@ -60,7 +61,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> DecoderSpec:
 
 def modules(spec: DecoderSpec, targets: Sequence[str]) -> list[LinearSpec]:
     """The projections that the targets name."""
-    parts = (part for parts in spec.projections[:-1] for part in parts)
+    parts = (part for parts in adaptable(spec).values() for part in parts)
     found = {part.name: part for part in parts if part.name.rsplit(".")[-1] in targets}
     return list(found.values())
 

@@ -59,7 +59,10 @@ class LoadedAdapters:
         digest = adapter.digest
         if digest not in self._loaded:
             return NOT_LOADED
-        if self._urgent not in (None, digest):
+        # Siblings may hold their adapter until this sequence has moved on, as beams do.
+        has_begun = sequence.request.metrics.first_scheduled_s is not None
+        goes_on = has_begun and digest in self._num_running
+        if self._urgent not in (None, digest) and not goes_on:
             return IN_USE
         return None if self._may_run(digest, self._num_running.keys()) else IN_USE
 

@@ -65,7 +65,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             "computed"
         )
         assert end <= known + work.num_ahead, f"{sequence.name}: work beyond the known tokens"
-        assert end < len(sequence.request.prompt_token_ids) + sequence.request.max_tokens, (
+        assert end < len(sequence.request.prompt_token_ids) + max(sequence.request.max_tokens, 1), (
             f"{sequence.name}: work beyond the last token"
         )
         num_slots = scheduler.manager.num_places(sequence.table) * size

@@ -63,3 +63,7 @@ def _write(files: ModelFiles, recipe: Recipe, folder: Path) -> None:
     for path in {path for pattern in _COPIED for path in files.folder.glob(pattern)} - excluded:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
+    for path in files.folder.glob("[0-9]*_*/*"):  # modules of sentence-transformers
+        if path.is_file():
+            (folder / path.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.parent.name / path.name)

@@ -21,7 +21,7 @@ def absent(name: str, advice: str) -> Callable[..., NoReturn]:
     return method
 
 
-NO_EMBEDDINGS = "it makes no embeddings: use a library for embedding models"
+NO_EMBEDDINGS = "it generates text alone: use LLM.embed(), or a server's /v1/embeddings"
 NO_POOLING = (
     "it only generates text; ask a question about the text with chat(), or read "
     "log-probabilities with logprobs"

@@ -85,13 +85,8 @@ class RequestBuilder:
         `tenant`, `weight`).
         """
         params = digest.params
-        if digest.spec.pool is None and not self._plan.generates:
-            raise InvalidParameterError(
-                f"{self._plan.spec.architecture} makes vectors or classes of texts here, and no "
-                "text; use embed(), classify() or score(), over HTTP /v1/embeddings, /classify or "
-                "/score",
-                param="model",
-            )
+        if digest.spec.pool is None:
+            self._check_generates()
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
         spec = replace(
             digest.spec,
@@ -110,6 +105,15 @@ class RequestBuilder:
         )
         return PreparedRequest(fit(spec, self._plan.limits), digest, prompt.text)
 
+    def _check_generates(self) -> None:
+        if not self._plan.generates:
+            raise InvalidParameterError(
+                f"{self._plan.spec.architecture} makes vectors or classes of texts here, and no "
+                "text; use embed(), classify() or score(), over HTTP /v1/embeddings, /classify or "
+                "/score",
+                param="model",
+            )
+
     def _truncated(self, prompt: ParsedPrompt, keep: int | None) -> ParsedPrompt:
         if keep is None:
             return prompt
@@ -126,6 +130,7 @@ class RequestBuilder:
         priority: int = 0,
     ) -> RequestSpec:
         """Return a beam search. Raises a RequestError."""
+        self._check_generates()
         params.check_vocabulary(self._plan.spec.vocab_size)
         max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))
         eos = frozenset() if params.ignore_eos else self.eos_token_ids

@@ -178,6 +178,10 @@ class _Resolver:
         config, spec = self.config, self.spec
         self._check_context()
         self._check_experts()
+        if config.speculation is not None and not self.generates:
+            raise ConfigError(
+                "speculative_config drafts tokens of text, and this model makes none; leave it out"
+            )
         self._note_device()
         self._note_invariance()
         dtype = self._dtype()

@@ -79,7 +79,8 @@ def estimate(
         head_s=max(head_bytes, 1) / bandwidth,
         token_s=per_token.layers / ops,
         output_s=_OUTPUT_OVERHEAD_S + per_token.head / (flops if head is None else ops),
-        context_s=sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers) / bandwidth,
+        context_s=max(sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers), 1)
+        / bandwidth,
         pair_s=spec.attention_flops(1) / (_ATTENTION_SHARE * flops),
     )
 

@@ -10,6 +10,7 @@ from quire.core.plan import Record, RowSampling, StepPlan
 from quire.core.request import FinishReason
 from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.adapters import MAX_LOAD_S, PATIENCE_S, LoadedAdapters
+from quire.core.scheduler.preemption import assess
 from quire.core.scheduler.scheduler import Scheduler
 from quire.executor.null import NullExecutor
 
@@ -70,11 +71,17 @@ class Engine:
         self.ended: dict[str, float] = {}
         self.errors: dict[str, str | None] = {}
 
-    def add(self, name: str, adapter: str | None = None, max_tokens: int = 4) -> None:
+    def add(
+        self, name: str, adapter: str | None = None, max_tokens: int = 4, num_sequences: int = 1
+    ) -> None:
         sampling = RowSampling(adapter=None if adapter is None else Adapter(adapter, "folder"))
         prompt = tuple(range(3, 9))
         spec = RequestSpec(
-            request_id=name, prompt_token_ids=prompt, sampling=sampling, max_tokens=max_tokens
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            num_sequences=num_sequences,
         )
         self.scheduler.add(spec)
 
@@ -201,3 +208,20 @@ def test_many_adapters_take_turns_in_a_small_memory() -> None:
     engine.run(20_000)
     assert sorted(engine.ended) == sorted(names)
     assert set(engine.errors.values()) == {None}
+
+
+def test_what_has_begun_goes_on_beside_its_sibling_though_others_wait() -> None:
+    """The search of beams advances only when each has: the one that keeps the adapter in use would
+    wait for the other for ever."""
+    engine = Engine(max_active=1)
+    engine.add("pair", "a", max_tokens=40, num_sequences=2)
+    for _ in range(4):
+        engine.step()
+    engine.add("other", "b")
+    engine.step(PATIENCE_S)
+    engine.step(PATIENCE_S)
+    scheduler = engine.scheduler
+    scheduler._preempt(assess(scheduler.running[-1], None, scheduler.manager))
+    assert engine.step() == ["pair", "pair"]
+    engine.run()
+    assert engine.ended["pair"] < engine.ended["other"]

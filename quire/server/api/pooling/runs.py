@@ -141,6 +141,7 @@ class PoolingRuns:
         receive: Receive | None,
     ) -> tuple[list[RequestOutput], Usage]:
         """Compute prompts, each as its digest says; outputs in order."""
+        self._api.choose_model(call, body.model)
         for token_ids, _ in prompts:
             self._api.prompts.check_ids(token_ids[: self._api.prompts.max_model_len + 1], "input")
         jobs = [
