@@ -380,7 +380,9 @@ class _Resolver:
             f"{', '.join(kinds)}: {longest:,} tokens take {format_bytes(kept)}, not "
             f"{format_bytes(whole)}"
         )
-        self._note("kv_groups", f"{len(layout.windows)} of {layout.num_places} layers", reason)
+        self._note(
+            "kv_groups", f"{len(layout.windows)} groups of {layout.num_places} layers", reason
+        )
 
     def _is_overlapped(self) -> bool:
         given, is_on = self.config.overlap, self.gpu is not None
@@ -674,10 +676,10 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
 def _gate_bytes(spec: DecoderSpec) -> int:
     """Products of gates in float32 that are kept for adapters (csrc/cpu/program.cpp):
     8 MiB, or those of 128 tokens."""
-    gates = [
-        m.up.num_outputs for block in spec.blocks for m in block.mixers if isinstance(m, MlpSpec)
-    ]
-    return max(8 << 20, 128 * 2 * max(gates, default=0) * DTYPE_BYTES["float32"])
+    mixers = [mixer for block in spec.blocks for mixer in block.mixers]
+    mixers += [mixer.shared for mixer in mixers if isinstance(mixer, ExpertsSpec) and mixer.shared]
+    widest = max((m.up.num_outputs for m in mixers if isinstance(m, MlpSpec)), default=0)
+    return max(8 << 20, 128 * 2 * widest * DTYPE_BYTES["float32"])
 
 
 def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
