@@ -11,16 +11,15 @@ A parameter object is an ordinary mutable record, checked when it is made. The e
 
 from __future__ import annotations
 
-import math
-import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from numbers import Real
-from typing import Any, Literal, NamedTuple, NoReturn, Self
+from typing import Any, Literal, NamedTuple, Self
 
+from quire.core import checks
+from quire.core.checks import MAX_TOKEN_ID
 from quire.core.plan import RowSampling
 from quire.core.repetition import RepetitionDetectionParams
 from quire.core.structure import StructuredOutputsParams
@@ -51,7 +50,6 @@ MAX_BAD_WORD_LEN = 1024
 MAX_BAD_WORD_TOKENS = 1 << 18
 """Of all spellings of all bad words: what a sampler looks through takes some 100 bytes for each."""
 MAX_PROCESSORS = 64
-MAX_TOKEN_ID = 2**31 - 1
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -191,35 +189,41 @@ class SamplingParams:
         self._check_flags()
 
     def _check_counts(self) -> None:
-        self.n = _integer("n", self.n, 1, MAX_SEQUENCES)
+        self.n = checks.integer("n", self.n, 1, MAX_SEQUENCES)
         if self.best_of is not None:
-            self.best_of = _integer("best_of", self.best_of, 1, MAX_SEQUENCES)
+            self.best_of = checks.integer("best_of", self.best_of, 1, MAX_SEQUENCES)
             if self.best_of < self.n:
-                _refuse("best_of", self.best_of, f"an integer from n={self.n} to {MAX_SEQUENCES}")
+                checks.refuse(
+                    "best_of", self.best_of, f"an integer from n={self.n} to {MAX_SEQUENCES}"
+                )
         if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            self.max_tokens = checks.integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        self.min_tokens = checks.integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse(
+            checks.refuse(
                 "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={self.max_tokens}"
             )
         if self.thinking_token_budget is not None:
-            budget = _integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_TOKENS)
+            budget = checks.integer(
+                "thinking_token_budget", self.thinking_token_budget, -1, MAX_TOKENS
+            )
             self.thinking_token_budget = None if budget == -1 else budget
 
         if self.truncate_prompt_tokens is not None:
-            self.truncate_prompt_tokens = _integer(
+            self.truncate_prompt_tokens = checks.integer(
                 "truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKENS
             )
             if self.truncate_prompt_tokens == 0:
-                _refuse("truncate_prompt_tokens", 0, "at least 1, or -1 for what the context holds")
+                checks.refuse(
+                    "truncate_prompt_tokens", 0, "at least 1, or -1 for what the context holds"
+                )
 
     def _check_foreign(self) -> None:
         """Take older names, and refuse what there is not by its name."""
         for name, advice in _ABSENT.items():
             if getattr(self, name):
                 raise InvalidParameterError(
-                    f"{name}={_shown(getattr(self, name))} is not available in this version; "
+                    f"{name}={checks.shown(getattr(self, name))} is not available in this version; "
                     f"{advice}",
                     param=name,
                 )
@@ -231,20 +235,20 @@ class SamplingParams:
                 )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            _refuse("extra_args", self.extra_args, "a dict")
+            checks.refuse("extra_args", self.extra_args, "a dict")
 
     def _check_distribution(self) -> None:
-        self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
-        self.top_k = max(0, _integer("top_k", self.top_k, -1, MAX_TOP_K))
-        self.presence_penalty = _number(
+        self.temperature = checks.number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        self.top_p = checks.number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        self.min_p = checks.number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = max(0, checks.integer("top_k", self.top_k, -1, MAX_TOP_K))
+        self.presence_penalty = checks.number(
             "presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY
         )
-        self.frequency_penalty = _number(
+        self.frequency_penalty = checks.number(
             "frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY
         )
-        self.repetition_penalty = _number(
+        self.repetition_penalty = checks.number(
             "repetition_penalty",
             self.repetition_penalty,
             0.0,
@@ -252,17 +256,17 @@ class SamplingParams:
             above_low=True,
         )
         if self.seed is not None:
-            seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            seed = checks.integer("seed", self.seed, -(2**63), 2**64 - 1)
             self.seed = None if seed == -1 else seed
 
     def _check_stops(self) -> None:
-        self.stop = _strings("stop", self.stop, (MAX_STOP_STRINGS, MAX_STOP_STRING_LEN))
-        self.stop_token_ids = _token_ids(
+        self.stop = checks.strings("stop", self.stop, (MAX_STOP_STRINGS, MAX_STOP_STRING_LEN))
+        self.stop_token_ids = checks.token_ids(
             "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
         )
         if self.stop and not self.detokenize:
             raise InvalidParameterError(
-                f"stop={_shown(self.stop)} needs detokenize=True: stop strings are searched "
+                f"stop={checks.shown(self.stop)} needs detokenize=True: stop strings are searched "
                 "in the text; "
                 "use stop_token_ids, or leave detokenize on",
                 param="stop",
@@ -273,29 +277,33 @@ class SamplingParams:
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None:
-            self.logprobs = _integer("logprobs", self.logprobs, -1, MAX_LOGPROBS)
+            self.logprobs = checks.integer("logprobs", self.logprobs, -1, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = _integer(
+            self.prompt_logprobs = checks.integer(
                 "prompt_logprobs", self.prompt_logprobs, -1, MAX_LOGPROBS
             )
         if self.logprob_token_ids is not None:
-            self.logprob_token_ids = _token_ids(
+            self.logprob_token_ids = checks.token_ids(
                 "logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS
             )
         if self.logprobs_mode not in LOGPROBS_MODES:
-            _refuse("logprobs_mode", self.logprobs_mode, "one of " + ", ".join(LOGPROBS_MODES))
+            checks.refuse(
+                "logprobs_mode", self.logprobs_mode, "one of " + ", ".join(LOGPROBS_MODES)
+            )
 
     def _check_restrictions(self) -> None:
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids(
+            self.allowed_token_ids = checks.token_ids(
                 "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
             )
             if not self.allowed_token_ids:
-                _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
+                checks.refuse(
+                    "allowed_token_ids", [], "at least one token id, or None to allow all"
+                )
         if self.bad_words is not None:
-            self.bad_words = _strings(
+            self.bad_words = checks.strings(
                 "bad_words", self.bad_words, (MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
             )
         if self.logits_processors is not None:
@@ -309,7 +317,7 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise InvalidParameterError(
-                    f"{name}={_shown(getattr(self, name))} contradicts structured_outputs, "
+                    f"{name}={checks.shown(getattr(self, name))} contradicts structured_outputs, "
                     "which ends the output where its "
                     "form is complete; leave one of them out",
                     param=name,
@@ -318,15 +326,15 @@ class SamplingParams:
     def _check_flags(self) -> None:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "True or False")
+                checks.refuse(name, getattr(self, name), "True or False")
         if not isinstance(self.skip_reading_prefix_cache, bool | None):
-            _refuse(
+            checks.refuse(
                 "skip_reading_prefix_cache", self.skip_reading_prefix_cache, "True, False or None"
             )
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
-            _refuse(
+            checks.refuse(
                 "output_kind",
                 self.output_kind,
                 "one of " + ", ".join(kind.value for kind in RequestOutputKind),
@@ -361,7 +369,9 @@ class SamplingParams:
         if max_tokens == self.max_tokens:
             return self
         if self.min_tokens > max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={max_tokens}")
+            checks.refuse(
+                "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={max_tokens}"
+            )
         copied = copy(self)
         copied.max_tokens = max_tokens
         return copied
@@ -399,7 +409,7 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have."""
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
-            _check_vocabulary(name, getattr(self, name), vocab_size)
+            checks.check_vocabulary(name, getattr(self, name), vocab_size)
 
     def to_row_sampling(
         self,
@@ -482,26 +492,28 @@ class BeamSearchParams:
                 "generate",
                 param="structured_outputs",
             )
-        self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        self.length_penalty = _number("length_penalty", self.length_penalty, -10.0, 10.0)
-        self.stop_token_ids = _token_ids(
+        self.beam_width = checks.integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        self.max_tokens = checks.integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        self.temperature = checks.number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        self.length_penalty = checks.number("length_penalty", self.length_penalty, -10.0, 10.0)
+        self.stop_token_ids = checks.token_ids(
             "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
         )
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
-            _refuse("early_stopping", self.early_stopping, 'True, False or "never"')
+            checks.refuse("early_stopping", self.early_stopping, 'True, False or "never"')
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids(
+            self.allowed_token_ids = checks.token_ids(
                 "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
             )
             if not self.allowed_token_ids:
-                _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
+                checks.refuse(
+                    "allowed_token_ids", [], "at least one token id, or None to allow all"
+                )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have."""
         for name in ("stop_token_ids", "allowed_token_ids"):
-            _check_vocabulary(name, getattr(self, name), vocab_size)
+            checks.check_vocabulary(name, getattr(self, name), vocab_size)
 
     def to_row_sampling(self) -> RowSampling:
         """Return the sampler's view of each beam's row; candidates are the task `Candidates`."""
@@ -529,8 +541,6 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
-_MAX_NAMED = 32
-"""Of several wrong token ids, how many a message names."""
 _LISTS = (
     "stop",
     "stop_token_ids",
@@ -563,106 +573,9 @@ _ABSENT = {
 """Parameters of vLLM's that there are not, with what to do instead."""
 
 
-def _refuse(param: str, value: object, wanted: str) -> NoReturn:
-    raise InvalidParameterError(
-        f"{param}={_shown(value)} is out of range; give {wanted}", param=param
-    )
-
-
-def _shown(value: object) -> str:
-    """Return a value for a message; never long, and never failing (Python refuses to
-    print very large integers)."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"<an integer of {value.bit_length()} bits>"
-    # Other things' pictures may hold an address, which is of no use.
-    text = (
-        repr(value)
-        if isinstance(value, str | bytes | int | float | list | tuple | dict | None)
-        else type(value).__name__
-    )
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _integer(param: str, value: object, low: int, high: int) -> int:
-    wanted = f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        _refuse(param, value, wanted)
-    integer = operator.index(value)
-    if not low <= integer <= high:
-        _refuse(param, value, wanted)
-    return integer
-
-
-def _number(
-    param: str, value: object, low: float, high: float, *, above_low: bool = False
-) -> float:
-    wanted = (
-        f"a number {'above' if above_low else 'from'} {low:g} {'up ' if above_low else ''}to "
-        f"{high:g}"
-    )
-    if isinstance(value, bool) or not isinstance(value, Real):
-        _refuse(param, value, wanted)
-    number = float(value)
-    if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
-        _refuse(param, value, wanted)
-    return number
-
-
-def _sequence(param: str, values: object, max_len: int) -> list[Any]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        _refuse(param, values, f"a list of at most {max_len} entries")
-    entries = list(values)
-    if len(entries) > max_len:
-        raise InvalidParameterError(
-            f"{param} holds {len(entries)} entries; give at most {max_len}", param=param
-        )
-    return entries
-
-
-def _check_vocabulary(param: str, token_ids: Collection[int] | None, vocab_size: int) -> None:
-    if not token_ids or max(token_ids) < vocab_size:
-        return
-    unknown = list(dict.fromkeys(token_id for token_id in token_ids if token_id >= vocab_size))
-    named = ", ".join(map(str, unknown[:_MAX_NAMED]))
-    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-    are = "is" if len(unknown) == 1 else "are"
-    raise InvalidParameterError(
-        f"{param}={named}{more} {are} out of range; give token ids from 0 to "
-        f"{vocab_size - 1}: the model's "
-        f"vocabulary has {vocab_size}",
-        param=param,
-    )
-
-
-def _strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:
-    max_entries, max_chars = limits
-    if values is None:
-        return []
-    entries = [values] if isinstance(values, str) else _sequence(param, values, max_entries)
-    for entry in entries:
-        if not isinstance(entry, str) or not 1 <= len(entry) <= max_chars:
-            _refuse(param, entry, f"strings of 1 to {max_chars} characters")
-    return entries
-
-
-def _token_ids(param: str, values: object, max_len: int) -> list[int]:
-    entries = _sequence(param, values, max_len)
-    if _are_token_ids(entries):
-        return entries
-    return [_integer(param, value, 0, MAX_TOKEN_ID) for value in entries]
-
-
-def _are_token_ids(values: Collection[Any]) -> bool:
-    """Return whether all are plain integers in range: a fifth of the time that it takes to look at
-    each of a quarter of a million."""
-    return not values or (
-        set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
-    )
-
-
 def _logit_bias(biases: object) -> dict[int, float]:
     if not isinstance(biases, Mapping):
-        _refuse("logit_bias", biases, "a mapping from token id to bias")
+        checks.refuse("logit_bias", biases, "a mapping from token id to bias")
     if len(biases) > MAX_LOGIT_BIASES:
         raise InvalidParameterError(
             f"logit_bias holds {len(biases)} entries; give at most {MAX_LOGIT_BIASES}",
@@ -672,14 +585,14 @@ def _logit_bias(biases: object) -> dict[int, float]:
     for key, bias in biases.items():
         # JSON has no integer keys, so "42" is accepted for 42.
         token_id = int(key) if isinstance(key, str) and _DIGITS.match(key) else key
-        token_id = _integer("logit_bias", token_id, 0, MAX_TOKEN_ID)
-        checked[token_id] = _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        token_id = checks.integer("logit_bias", token_id, 0, MAX_TOKEN_ID)
+        checked[token_id] = checks.number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return checked
 
 
 def _processors(values: object) -> list[LogitsProcessor]:
-    entries = _sequence("logits_processors", values, MAX_PROCESSORS)
+    entries = checks.entries_of("logits_processors", values, MAX_PROCESSORS)
     for entry in entries:
         if not callable(entry):
-            _refuse("logits_processors", entry, "callables of (output_token_ids, logits)")
+            checks.refuse("logits_processors", entry, "callables of (output_token_ids, logits)")
     return entries
