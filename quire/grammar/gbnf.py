@@ -300,3 +300,12 @@ def _inverted(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         start = high + 1
     if start <= MAX_CODEPOINT:
         yield start, MAX_CODEPOINT
+
+
+def children_of(node: Node) -> tuple[Node, ...]:
+    """Return the parts of a sequence, alternation or repetition."""
+    if isinstance(node, Seq):
+        return node.items
+    if isinstance(node, Alt):
+        return node.options
+    return (node.body,) if isinstance(node, Repeat) else ()
