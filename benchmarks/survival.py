@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from quire.bench.record import timestamp
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.plan.machine import Machine

@@ -15,13 +15,8 @@ from quire.bench.measure import measure, medians, results
 from quire.bench.profiling import OUTER_PHASES, StepProfile
 from quire.bench.roofline import attained
 from quire.bench.workload import Workload, random_workload, totals
-from quire.engine.assembly.builder import (
-    PreparedModel,
-    assemble,
-    build_executor,
-    machine_for,
-    select,
-)
+from quire.engine.assembly.builder import assemble, build_executor, select
+from quire.engine.assembly.preparation import PreparedModel, machine_for
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     from quire.cli.session import PromptJob, check, load
     from quire.core.params import RequestOutputKind
-    from quire.engine.assembly.builder import prepare_model
+    from quire.engine.assembly.preparation import prepare_model
 
     prepared = prepare_model(config)
     params = sampling_params(

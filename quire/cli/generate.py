@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quire.cli.session import PromptJob
     from quire.cli.terminal import StatusLine
     from quire.core.params import SamplingParams
-    from quire.engine.assembly.builder import PreparedModel
+    from quire.engine.assembly.preparation import PreparedModel
     from quire.engine.front.outputs import CompletionOutput, RequestOutput
     from quire.engine.loop.engine import Engine
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     from quire.cli.session import PromptJob, check, load
     from quire.cli.terminal import status_line
-    from quire.engine.assembly.builder import prepare_model
+    from quire.engine.assembly.preparation import prepare_model
 
     prepared = prepare_model(config)
     params = _params(args, prepared)

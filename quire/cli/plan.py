@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     config = engine_config(args)
-    from quire.engine.assembly.builder import machine_for, plan_engine
+    from quire.engine.assembly.preparation import machine_for, plan_engine
 
     machine = machine_for(config)
     plan = plan_engine(config, machine).plan

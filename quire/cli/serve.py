@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     serve_config, api_config = _record(ServeConfig, args), _record(ApiConfig, args)
     config = engine_config(args, **engine_defaults(api_config, os.environ.get(API_KEYS_VARIABLE)))
     try:
-        from quire.engine.assembly.builder import prepare_model
+        from quire.engine.assembly.preparation import prepare_model
         from quire.server.lifecycle import Settings, run_server
     except ModuleNotFoundError as error:
         if str(error.name).startswith("quire"):

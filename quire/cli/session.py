@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.params import SamplingParams
-from quire.engine.assembly.builder import PreparedModel, assemble, build_executor
+from quire.engine.assembly.builder import assemble, build_executor
+from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt
 

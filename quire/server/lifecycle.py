@@ -28,7 +28,7 @@ from quire.common import garbage
 from quire.common.failures import log_failure
 from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
-from quire.engine.assembly.builder import PreparedModel
+from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.client import Client
 from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig

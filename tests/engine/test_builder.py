@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire.engine.assembly.builder import _eos_token_ids
+from quire.engine.assembly.preparation import find_eos_token_ids
 
 pytestmark = pytest.mark.slow
 
@@ -51,4 +51,4 @@ def test_a_forked_child_computes_the_same() -> None:
 def test_what_ends_a_sequence(
     generation_config: dict[str, object], config: dict[str, object], expected: set[int]
 ) -> None:
-    assert _eos_token_ids(generation_config, config, None, vocab_size=10) == expected
+    assert find_eos_token_ids(generation_config, config, None, vocab_size=10) == expected

@@ -15,7 +15,8 @@ from engines import hold_after
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.assembly.builder import build_engine, prepare_model
+from quire.engine.assembly.builder import build_engine
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client, model_info
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt

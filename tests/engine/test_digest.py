@@ -15,7 +15,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core import params as parameters
 from quire.core.params import SamplingParams
 from quire.core.request import FinishReason
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
 from quire.engine.loop.engine import Engine

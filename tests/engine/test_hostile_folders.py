@@ -25,7 +25,7 @@ from gguf_files import write_gguf
 from safetensors.torch import save_file
 
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.errors import QuireError
 from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
-from quire.engine.assembly.builder import build_engine, plan_engine
+from quire.engine.assembly.builder import build_engine
+from quire.engine.assembly.preparation import plan_engine
 
 
 def resident_bytes(what):

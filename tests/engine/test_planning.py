@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import plan_engine
+from quire.engine.assembly.preparation import plan_engine
 from quire.engine.plan import gpu
 from quire.engine.plan.gpu import Gpu, inspect_gpu
 from quire.engine.plan.machine import Machine

@@ -21,7 +21,7 @@ from quire.core.speculation.automaton import SuffixAutomaton
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
 from quire.core.speculation.ngrams import NgramIndex
 from quire.core.speculation.speculator import Speculator
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import RequestBuilder
 from quire.engine.loop.engine import Engine

@@ -13,7 +13,8 @@ from quire.config.engine import EngineConfig
 from quire.core.plan import RowWork
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import StepCostModel, UnitCosts, work_of
-from quire.engine.assembly.builder import pace_of, plan_engine
+from quire.engine.assembly.builder import pace_of
+from quire.engine.assembly.preparation import plan_engine
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import StepCostFile
 

@@ -13,7 +13,7 @@ from adapters import write_adapter
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.streams import Stream

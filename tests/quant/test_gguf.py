@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import plan_engine
+from quire.engine.assembly.preparation import plan_engine
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from quire.quant.gguf import decode
 from quire.quant.integers import dequantize

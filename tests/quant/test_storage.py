@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import plan_engine
+from quire.engine.assembly.preparation import plan_engine
 from quire.errors import CheckpointError, ConfigError
 from quire.models.registry import declare
 from quire.quant.storage import read_storage

@@ -23,7 +23,7 @@ from served import until
 from servers import MODEL, RunningServer, serve
 
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client
 from quire.engine.front.output_processor import OutputProcessor
 from quire.engine.front.text_stream import TextStream

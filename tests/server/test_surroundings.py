@@ -104,7 +104,7 @@ def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(
     """As the engine's process has it, without the server."""
     from quire.common.file_states import check_unchanged
     from quire.config.engine import EngineConfig
-    from quire.engine.assembly.builder import prepare_model
+    from quire.engine.assembly.preparation import prepare_model
     from quire.engine.process.link import start_message
     from quire.errors import CheckpointError
 

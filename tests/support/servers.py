@@ -17,7 +17,8 @@ import uvicorn
 
 from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import build_engine, prepare_model
+from quire.engine.assembly.builder import build_engine
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client
 from quire.engine.loop.engine_thread import EngineThread
 from quire.server.api.generation import Tracer

@@ -56,7 +56,7 @@ def run_workload(
     from quire.bench.measure import params_of
     from quire.bench.runner import BenchOptions, render, run_benchmark
     from quire.cli.session import PromptJob, check
-    from quire.engine.assembly.builder import prepare_model
+    from quire.engine.assembly.preparation import prepare_model
 
     prepared = prepare_model(config)
     plan = prepared.planned.plan

@@ -23,8 +23,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.assembly.builder import PreparedModel
 from quire.engine.assembly.fingerprint import fingerprint
+from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids

@@ -17,20 +17,17 @@ from quire.common.graph_shapes import largest_size, num_shapes
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
-from quire.config.limits import MAX_SCORED_ROWS, POLICIES, Policy, SchedulerLimits
+from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.core.step_cost import UnitCosts
-from quire.engine.plan import attention
+from quire.engine.plan import attention, memory
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import (
     DTYPE_BYTES,
-    AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
-    Mixer,
-    MlpSpec,
 )
 from quire.models.kv_layout import KVLayout, lay_out
 from quire.models.pooling import PoolingSpec
@@ -199,12 +196,12 @@ class _Resolver:
                 "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
             )
         weight_bytes = self.formats.weight_bytes(spec, dtype)
-        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
+        workspace_bytes = memory.workspace_bytes(spec, num_batched, max_num_seqs)
         if self.gpu is not None:
             workspace_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
         adapters = self._adapters(dtype)
         if adapters is not None:
-            workspace_bytes += _gate_bytes(spec)
+            workspace_bytes += memory.gate_bytes(spec)
         kv_format = self._kv_format(dtype)
         is_overlapped = self._is_overlapped()
         layout = lay_out(spec.kv_layers, self._longest())
@@ -445,7 +442,7 @@ class _Resolver:
             len(spec.blocks) * GRAPH_BYTES_PER_LAYER,
         )
         max_bytes = (
-            _layer_bytes(spec, num_tokens)
+            memory.layer_bytes(spec, num_tokens)
             + MAX_PARTIAL_BYTES
             + GRAPH_POOL_BYTES
             + num_graphs * bytes_each
@@ -655,45 +652,3 @@ def _policy(name: str) -> Policy:
         if name == policy:
             return policy
     raise ConfigError(f"scheduling_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
-
-
-def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Peak of temporary tensors, computed in float32 to be on the safe side.
-
-    Within a layer: the stream, its norm, the widest projection and its activation. At the end:
-    logits of every sequence, and an edited copy where requests have penalties or bias; or those
-    of a prompt that is scored, and of the piece before.
-    """
-    logits_bytes = (
-        2
-        * min(max(max_num_seqs, MAX_SCORED_ROWS), num_batched_tokens)
-        * spec.vocab_size
-        * DTYPE_BYTES["float32"]
-    )
-    return _layer_bytes(spec, num_batched_tokens) + logits_bytes
-
-
-def _gate_bytes(spec: DecoderSpec) -> int:
-    """Products of gates in float32 that are kept for adapters (csrc/cpu/program.cpp):
-    8 MiB, or those of 128 tokens."""
-    mixers = [mixer for block in spec.blocks for mixer in block.mixers]
-    mixers += [mixer.shared for mixer in mixers if isinstance(mixer, ExpertsSpec) and mixer.shared]
-    widest = max((m.up.num_outputs for m in mixers if isinstance(m, MlpSpec)), default=0)
-    return max(8 << 20, 128 * 2 * widest * DTYPE_BYTES["float32"])
-
-
-def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
-    """Return what a layer takes of it."""
-    widest = max(_mixer_width(mixer) for block in spec.blocks for mixer in block.mixers)
-    return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
-
-
-def _mixer_width(mixer: Mixer) -> int:
-    """Return its first projection, and a copy of it or what is activated; of experts, each chosen
-    one's copy of the row and what is activated, twice."""
-    if isinstance(mixer, ExpertsSpec):
-        shared = 0 if mixer.shared is None else _mixer_width(mixer.shared)
-        width = mixer.router.num_inputs + 2 * mixer.inner
-        return len(mixer.experts) + mixer.routing.num_chosen * width + shared
-    first = sum(part.num_outputs for part in mixer.projections[0])
-    return first + (first if isinstance(mixer, AttentionSpec) else mixer.down.num_inputs)

@@ -10,8 +10,8 @@ from typing import Any
 
 from quire.common.file_states import lasting_name
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import PreparedModel
 from quire.engine.assembly.model_files import ModelFiles
+from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.plan.planning import EnginePlan
 from quire.engine.process.journal import Journal
 from quire.engine.process.launcher import EngineProcess

@@ -12,7 +12,7 @@ import null_engine
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client
 from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig

@@ -239,7 +239,7 @@ def test_an_engine_that_never_lives_is_given_up_and_says_so(
     make_client: MakeClient, tiny_config: Path
 ) -> None:
     from quire.config.engine import EngineConfig
-    from quire.engine.assembly.builder import prepare_model
+    from quire.engine.assembly.preparation import prepare_model
     from quire.engine.process.watch import WatchConfig
 
     async def scenario() -> None:

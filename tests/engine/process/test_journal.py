@@ -16,7 +16,7 @@ from relay import Relay
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams, ThinkTags
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import RequestBuilder
 from quire.engine.loop.engine import Engine

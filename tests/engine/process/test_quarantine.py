@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
-from quire.engine.assembly.builder import prepare_model
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.requests import RequestBuilder
 from quire.engine.process.journal import JournalEntry

@@ -1,0 +1,160 @@
+"""Loads a planned model's weights: from a checkpoint, a GGUF file, packed copies of an earlier
+start, or made up; ahead of time where torch need not be there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.engine.plan.planning import EnginePlan
+from quire.errors import CheckpointError
+from quire.models.declaration import DenseSpec
+from quire.quant.gguf_formats import GgufStorage
+
+if TYPE_CHECKING:
+    from quire.engine.assembly.planned_model import PlannedModel
+    from quire.kernels.interface import Kernels
+    from quire.lora.table import AdapterTable
+    from quire.nn.decoder import DecoderModel
+    from quire.nn.pooler import Pooler
+    from quire.quant.linears import FloatLinears, LinearLoader
+    from quire.weights.head_start import HeadStart
+    from quire.weights.packed_cache import PackedCache
+    from quire.weights.source import WeightSource
+
+
+def load_model(
+    planned: PlannedModel, kernels: Kernels, adapters: AdapterTable | None
+) -> tuple[DecoderModel, Pooler | None]:
+    """Return the weights in memory, as planned, and what makes vectors, if anything does."""
+    from quire.nn.builder import build_decoder
+    from quire.nn.pooler import build_pooler
+    from quire.weights.dense import DenseFolder
+
+    plan = planned.plan
+    cache = planned.packed_cache if kernels.name == "cpu" else None
+    with _sources(planned) as (weights, quantize):
+        model = build_decoder(
+            plan.spec,
+            weights if cache is None else cache.over(weights),
+            kernels,
+            dtype=plan.dtype,
+            max_model_len=plan.limits.max_model_len,
+            quantize=quantize,
+            adapters=adapters,
+        )
+
+        def source_of(dense: DenseSpec) -> WeightSource:
+            is_own = dense.folder is None or plan.config.load_format == "dummy"
+            return weights if is_own else DenseFolder(planned.folder / str(dense.folder))
+
+        pooler = None if plan.pooling is None else build_pooler(plan.pooling, model, source_of)
+    if cache is not None:
+        cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
+    return model, pooler
+
+
+@contextmanager
+def _sources(
+    planned: PlannedModel,
+) -> Iterator[tuple[WeightSource, Callable[[FloatLinears], LinearLoader]]]:
+    """Yield where the weights come from, and how projections are loaded from there."""
+    import torch
+
+    from quire.quant.gguf import GgufWeights
+    from quire.quant.linears import CheckpointLinears, QuantizingLinears
+    from quire.quant.unpacking import unpacker
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+
+    plan, storage = planned.plan, planned.storage
+
+    def quantizing(floats: FloatLinears) -> QuantizingLinears:
+        return QuantizingLinears(floats, plan.formats, getattr(torch, plan.spec.dtype))
+
+    if storage is None:
+        with _weights(planned) as plain:
+            yield plain, quantizing
+    elif isinstance(storage, GgufStorage):
+        with GgufWeights(storage) as weights:
+            yield weights, lambda floats: CheckpointLinears(quantizing(floats), weights)
+    else:
+        with SafetensorsCheckpoint(planned.folder, plan.spec, storage.layout) as checkpoint:
+            unpack = unpacker(storage, checkpoint)
+            yield checkpoint, lambda floats: CheckpointLinears(quantizing(floats), unpack)
+
+
+def packed_cache(planned: PlannedModel) -> PackedCache | None:
+    """Begin to read what an earlier start packed. Plain floats are packed while torch is imported:
+    no use for them."""
+    plan = planned.plan
+    are_floats = [
+        planned.storage is None and plan.formats.of(parts) is None
+        for parts in plan.spec.projections
+    ]
+    if plan.config.weights_cache is None or all(are_floats) or not _may_be_native(plan):
+        return None
+    from quire.engine.assembly.fingerprint import cache_name
+    from quire.weights.packed_cache import PackedCache
+
+    wanted = [
+        parts
+        for parts, is_float in zip(plan.spec.projections, are_floats, strict=True)
+        if not is_float
+    ]
+    return PackedCache(
+        Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted
+    )
+
+
+def _may_be_native(plan: EnginePlan) -> bool:
+    """Return whether the native kernels can be expected to serve the plan."""
+    from quire.kernels import cpu
+
+    return (
+        plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and cpu.IMPORT_ERROR is None
+    )
+
+
+def head_start(planned: PlannedModel) -> HeadStart | None:
+    """Begin to load the weights, if the native kernels can be expected to serve the plan.
+
+    What is wrong with the files is said when they are loaded in earnest: what is wrong with a
+    request comes first.
+    """
+    from quire.kernels import cpu
+
+    plan = planned.plan
+    if (
+        plan.config.load_format == "dummy"
+        or planned.storage is not None
+        or not _may_be_native(plan)
+    ):
+        return None
+    if plan.dtype not in cpu.DTYPES:
+        return None
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.weights.head_start import HeadStart, Wanted
+
+    floats = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
+    head = plan.spec.head
+    is_shared = plan.spec.is_tied and head is not None and (head,) in floats
+    wanted = Wanted(floats, [] if is_shared else [plan.spec.embedding])
+    try:
+        checkpoint = SafetensorsCheckpoint(planned.folder, plan.spec)
+    except CheckpointError:
+        return None
+    return HeadStart(checkpoint, wanted, plan.dtype, plan.num_threads)
+
+
+def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
+    """Return where the weights come from."""
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.weights.dummy import DummyWeights
+
+    if planned.plan.config.load_format == "dummy":
+        return nullcontext(DummyWeights(planned.plan.config.seed))
+    if planned.head_start is not None and not planned.head_start.is_closed:
+        return planned.head_start
+    return SafetensorsCheckpoint(planned.folder, planned.plan.spec)

@@ -1,0 +1,39 @@
+"""A model that was found and understood, with the plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.engine.assembly.model_files import ModelFiles
+from quire.engine.plan.planning import EnginePlan
+from quire.quant.gguf_formats import GgufStorage
+from quire.quant.storage import CheckpointStorage
+
+if TYPE_CHECKING:
+    from quire.weights.head_start import HeadStart
+    from quire.weights.packed_cache import PackedCache
+
+
+class PlannedModel(NamedTuple):
+    """A model that was found and understood, and the plan for it; nothing is allocated yet."""
+
+    plan: EnginePlan
+    files: ModelFiles
+    storage: CheckpointStorage | GgufStorage | None
+    """How weights are stored that are not plain floating point; None where they all are."""
+    head_start: HeadStart | None = None
+    """Weights that are on their way already."""
+    packed_cache: PackedCache | None = None
+    """Weights that an earlier start packed, or the place for them."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the model's files lie."""
+        return self.files.folder
+
+    @property
+    def model_config(self) -> Mapping[str, object]:
+        """What its `config.json` says, or would say."""
+        return self.files.config
