@@ -67,7 +67,7 @@ WantedTokens::WantedTokens(const StepInputs &step)
         const int64_t first = step.sequences.query_start[s], end = step.sequences.query_start[s + 1];
         const int64_t wanted = step.num_wanted[s];
         if (first < 0 || wanted < 0 || wanted > end - first || end > num_tokens_) {
-            throw std::invalid_argument("step: " + std::to_string(wanted) + " hidden states are asked for of sequence " +
+            throw std::invalid_argument("step: " + std::to_string(wanted) + " hidden states are wanted of sequence " +
                                         std::to_string(s) + ", which has " + std::to_string(end - first) + " tokens");
         }
         if (wanted == 0) continue;

@@ -27,7 +27,7 @@ class ServeConfig:
     )
     step_timeout: float = _option(300.0, "replace an engine whose single step takes so long")
     max_restarts: int = _option(
-        5, "engines in a row that may be lost before anybody has gained a token; then give up"
+        5, "engines in a row that may be lost without a token gained; then give up"
     )
 
     def __post_init__(self) -> None:

@@ -2,8 +2,8 @@
 
 An adapter's folder may be written over at any time, by a trainer for instance. So what a request
 is served with is a copy, known by the digest of its content: requests that run keep theirs, an
-engine that is started anew finds it again, and it is deleted when nobody holds its `Adapter` any
-more. Imports no torch.
+engine that is started anew finds it again, and it is deleted with the last reference to its
+`Adapter`. Imports no torch.
 """
 
 from __future__ import annotations

@@ -130,6 +130,6 @@ def _load_all(
             loaded.put((order, load(order)))
         except QuireError as error:
             loaded.put((order, str(error)))
-        except BaseException as error:  # a bug ends those who wait, and nobody else
+        except BaseException as error:  # a bug fails the waiting requests, and no others
             log_failure(logger, "an adapter could not be loaded", error)
             loaded.put((order, f"the adapter could not be loaded: {type(error).__name__}"))

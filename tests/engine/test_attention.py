@@ -25,7 +25,8 @@ def test_no_library_is_taken_unasked() -> None:
     name, reason = choose("auto", NEEDS, everything)
     assert name == "triton"
     assert (
-        "flashinfer: fits, but has to be asked for" in reason and "flash-attention: fits" in reason
+        "flashinfer: fits, but must be chosen by name" in reason
+        and "flash-attention: fits" in reason
     )
     assert choose("triton", NEEDS, nothing)[1].count("not installed") == 2
     assert choose("flashinfer", NEEDS, everything)[0] == "flashinfer"

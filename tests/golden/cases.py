@@ -14,7 +14,16 @@ from typing import Any
 
 from gguf_models import store_gguf
 from optional_packages import HAS_GRAMMARS
-from quantized_checkpoints import Pack, awq, byte_integers, fp8, gptq, packed_integers, store_model
+from quantized_checkpoints import (
+    Pack,
+    awq,
+    byte_integers,
+    compressed_tensors,
+    fp8,
+    gptq,
+    packed_integers,
+    store_model,
+)
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from tests.golden.checkpoints import CONFIGS, VOCAB, integers, write_checkpoint
@@ -69,23 +78,6 @@ _F32, _BF16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
 # ---- weight formats: the checkpoint that is stored in another way, and how ----
 
 
-def _compressed(
-    layout: str, activations: Mapping[str, Any] | None = None, **weights: Any
-) -> dict[str, Any]:
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 _INT8: dict[str, Any] = {
@@ -107,23 +99,26 @@ STORED: dict[str, tuple[Pack, Mapping[str, Any]]] = {
     "gptq, 8 bits": (gptq(8, 32), _GPTQ | {"bits": 8}),
     "gptq, ordered": (gptq(4, 32, order="blocks"), _GPTQ | {"desc_act": True}),
     "awq": (awq(32), _AWQ),
-    "pack": (packed_integers(4, 32, is_symmetric=True), _compressed("pack-quantized", **_GROUPS)),
+    "pack": (
+        packed_integers(4, 32, is_symmetric=True),
+        compressed_tensors("pack-quantized", **_GROUPS),
+    ),
     "pack, asymmetric": (
         packed_integers(4, 32, is_symmetric=False),
-        _compressed("pack-quantized", **_GROUPS | {"symmetric": False}),
+        compressed_tensors("pack-quantized", **_GROUPS | {"symmetric": False}),
     ),
     "pack, 8 bits": (
         packed_integers(8, 32, is_symmetric=True),
-        _compressed("pack-quantized", **_GROUPS | {"num_bits": 8}),
+        compressed_tensors("pack-quantized", **_GROUPS | {"num_bits": 8}),
     ),
-    "bytes": (byte_integers(), _compressed("int-quantized", **_INT8)),
+    "bytes": (byte_integers(), compressed_tensors("int-quantized", **_INT8)),
     "bytes, int8 activations": (
         byte_integers(),
-        _compressed("int-quantized", _INT8 | _DYNAMIC, **_INT8),
+        compressed_tensors("int-quantized", _INT8 | _DYNAMIC, **_INT8),
     ),
     "fp8": (
         fp8("weight_scale", is_per_output=True),
-        _compressed("float-quantized", _FLOAT8 | _DYNAMIC, **_FLOAT8),
+        compressed_tensors("float-quantized", _FLOAT8 | _DYNAMIC, **_FLOAT8),
     ),
 }
 GGUF = {

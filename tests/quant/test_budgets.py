@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gguf_models import store_gguf
-from quantized_checkpoints import Pack, awq, byte_integers, fp8, gptq, packed_integers, store_model
+from quantized_checkpoints import (
+    Pack,
+    awq,
+    byte_integers,
+    compressed_tensors,
+    fp8,
+    gptq,
+    packed_integers,
+    store_model,
+)
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -110,30 +119,13 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
 
-def _compressed(
-    layout: str, activations: dict[str, Any] | None = None, **weights: Any
-) -> dict[str, Any]:
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
 STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
     "gptq": (gptq(4, 64), GPTQ, Budget(0.2, 0.12)),
     "awq": (awq(64), AWQ, Budget(0.2, 0.12)),
     "gptq 8 bits": (gptq(8, 64), GPTQ | {"bits": 8}, Budget(0.004, 0.02)),
     "w4a16": (
         packed_integers(4, 64, is_symmetric=False),
-        _compressed(
+        compressed_tensors(
             "pack-quantized",
             num_bits=4,
             type="int",
@@ -146,7 +138,7 @@ STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
     ),
     "fp8": (
         fp8("weight_scale", is_per_output=True),
-        _compressed(
+        compressed_tensors(
             "float-quantized",
             num_bits=8,
             type="float",
@@ -162,7 +154,9 @@ STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 STORED["w8a8"] = (
     byte_integers(),
-    _compressed("int-quantized", **INT8, activations=INT8 | {"strategy": "token", "dynamic": True}),
+    compressed_tensors(
+        "int-quantized", **INT8, activations=INT8 | {"strategy": "token", "dynamic": True}
+    ),
     Budget(0.006, 0.02),
 )
 

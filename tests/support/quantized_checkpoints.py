@@ -271,3 +271,21 @@ def fp8(
         return tensors, stored.float().numpy() * full
 
     return pack
+
+
+def compressed_tensors(
+    layout: str, activations: Mapping[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    """Return the `quantization_config` of a compressed-tensors checkpoint, all but the head."""
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }

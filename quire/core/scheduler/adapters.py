@@ -1,8 +1,8 @@
 """Adapters as a prerequisite: a sequence runs once its adapter is in memory and may be used.
 
 Owns what the control plane knows of the executor's memory for adapters: which are loaded, which
-are used by running sequences and so must stay, and who waits for which. A cold adapter delays those
-that ask for it, and nobody else.
+are used by running sequences and so must stay, and who waits for which. A cold adapter delays the
+requests that name it, and no others.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class LoadedAdapters:
         return digest in active or len(active) < self._max_active
 
     def _victim(self, wanted: str) -> str | None:
-        """The least recently used adapter that nobody runs with, nor waits for unless this one is
-        urgent."""
+        """Return the least recently used adapter that no sequence runs with, nor waits for unless
+        this one is urgent."""
         free = [each for each in self._loaded if each not in self._num_running]
         unused = [each for each in free if each not in self._waiting]
         return next(iter(unused or (free if wanted == self._urgent else ())), None)

@@ -95,6 +95,6 @@ def choose(
                 "leave it at 'auto'"
             )
         return wish, "given; this project has not run it on a GPU yet"
-    untried = ["fits, but has to be asked for: not tried yet"]
+    untried = ["fits, but must be chosen by name: not tried yet"]
     others = [f"{name}: {', '.join(reasons or untried)}" for name, reasons in against.items()]
     return OWN, f"the kernels here; {'; '.join(others)}"

@@ -172,6 +172,13 @@ def add_sums(sums, keys, best_key, amounts, low, high, top, ROUND: tl.constexpr)
             tl.atomic_add(sums + part, held.to(tl.int64), sem="relaxed")
 
 
+@triton.jit
+def line_of(query, logits, row, max_logits, scales, floors, size):
+    """Return a query's logits, the largest of them, the scale of distances and the floor."""
+    line = logits + tl.load(row + query) * size
+    return line, tl.load(max_logits + query), tl.load(scales + query), tl.load(floors + query)
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def tally_kernel(
     logits, row, max_logits, scales, top_k, top_p, floors, states, size, num_blocks,
@@ -180,12 +187,7 @@ def tally_kernel(
     """Adds a chunk's share to the sums of a round, of query program_id(0);
     the first round finds the worst place, too."""
     query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
-    line = logits + tl.load(row + query) * size
-    top, scale, floor = (
-        tl.load(max_logits + query),
-        tl.load(scales + query),
-        tl.load(floors + query),
-    )
+    line, top, scale, floor = line_of(query, logits, row, max_logits, scales, floors, size)
     wanted, share = tl.load(top_k + query), tl.load(top_p + query)
     state = states + query * _STATE_LEN
     goal, is_open = tl.zeros([], tl.int64), (wanted < size) | (share < 1.0)
@@ -233,12 +235,7 @@ def gather_kernel(
     looked at.
     """
     query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
-    line = logits + tl.load(row + query) * size
-    top, scale, floor = (
-        tl.load(max_logits + query),
-        tl.load(scales + query),
-        tl.load(floors + query),
-    )
+    line, top, scale, floor = line_of(query, logits, row, max_logits, scales, floors, size)
     wanted, share = tl.load(top_k + query), tl.load(top_p + query)
     state = states + query * _STATE_LEN
     goal, is_open = goal_of(state, wanted, share, size)
@@ -343,12 +340,7 @@ def settle_kernel(
     """Find `SamplingKernels.thresholds` of query program_id(0), once its candidates are
     gathered."""
     query = tl.program_id(0)
-    line = logits + tl.load(row + query) * size
-    top, scale, floor = (
-        tl.load(max_logits + query),
-        tl.load(scales + query),
-        tl.load(floors + query),
-    )
+    line, top, scale, floor = line_of(query, logits, row, max_logits, scales, floors, size)
     wanted, share = tl.load(top_k + query), tl.load(top_p + query)
     state = states + query * _STATE_LEN
     worst, num_gathered = tl.load(state + _WORST), tl.load(state + _NUM_GATHERED)

@@ -153,7 +153,7 @@ def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[str]:
 
 def _without_names(reason: str | None) -> str | None:
     return (
-        "preempted: somebody else needed its memory"
+        "preempted: another request needed its memory"
         if reason is not None and reason.startswith("preempted")
         else reason
     )

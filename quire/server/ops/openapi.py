@@ -145,9 +145,7 @@ def _describe(operation: ApiRoute, method: str, bodies: dict[Any, Any]) -> Docum
         "summary": summary,
         "parameters": [*parameters, *_query_parameters(operation.query_kind)],
         "responses": {
-            "200": {
-                "description": "What was asked for; a stream of events where `stream` is true."
-            },
+            "200": {"description": "The result; a stream of events where `stream` is true."},
             "default": {
                 "description": "An error.",
                 "content": {"application/json": {"schema": {"$ref": _REF.format(name=error)}}},

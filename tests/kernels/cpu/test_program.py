@@ -135,8 +135,8 @@ def test_some_hidden_states_of_a_ragged_batch(
 @pytest.mark.parametrize(
     ("num_wanted", "message"),
     [
-        ((0, 0, 2, 0, 0, 0), "2 hidden states are asked for of sequence 2, which has 1 tokens"),
-        ((0, -1, 0, 0, 0, 0), "-1 hidden states are asked for of sequence 1"),
+        ((0, 0, 2, 0, 0, 0), "2 hidden states are wanted of sequence 2, which has 1 tokens"),
+        ((0, -1, 0, 0, 0, 0), "-1 hidden states are wanted of sequence 1"),
         ((1, 1), "num_wanted"),
     ],
 )
