@@ -53,6 +53,7 @@ _LEAST = {
     "max_cpu_loras": 1,
 }
 """Whole numbers, each with the least that makes sense."""
+_OF_ADAPTERS = frozenset({"max_loras", "max_lora_rank", "max_cpu_loras"})
 _MAX_TARGET_STEP_MS = 3_600_000
 
 
@@ -361,6 +362,7 @@ class EngineConfig:
                 "speculative_config needs batch_invariant: without it, a draft could change an "
                 "answer; leave one of them out"
             )
+        self._check_adapters()
         for name, only in (
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),
@@ -368,3 +370,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value != only:
                 raise ConfigError(f"{name}={value!r} is not available yet; leave it at {only!r}")
+
+    def _check_adapters(self) -> None:
+        """Refuse room for adapters where none are served."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in _OF_ADAPTERS and value != item.default and not self.enable_lora:
+                raise ConfigError(
+                    f"{item.name}={value!r} has no effect without adapters; give enable_lora=True, "
+                    "too, or leave it out"
+                )

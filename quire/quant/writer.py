@@ -4,8 +4,9 @@ What is written is what `quantization="int8"` or "int4" holds in memory, to the 
 and scales that bfloat16 holds. int8 is "int-quantized" (W8A8), int4 "pack-quantized" (W4A8, or
 W4A16 with `is_weight_only`). A head that is quantized is stored as `lm_head` of its own, also where
 the model shares it with the embedding; with `keeps_head` it stays as it is, for engines that read
-no quantized head. Norms, biases and embeddings are copied in the model's dtype. One file of at most
-`_SHARD_BYTES` at a time; nothing is visible under the final name before it is complete.
+no quantized head. Norms, biases, embeddings and classifiers are copied in the model's dtype. One
+file of at most `_SHARD_BYTES` at a time; nothing is visible under the final name before it is
+complete.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[s
     """`quantization_config`: a group of projections for each format that occurs,
     the exceptions by name."""
     ignored = [part.name for parts in spec.projections for part in parts if part.keeps_floats]
+    if spec.classifier is not None:
+        ignored += [layer.linear.name for layer in spec.classifier.layers]
     ignored += ["lm_head"] if recipe.keeps_head else []
     modules: dict[IntegerFormat, list[str]] = {}
     for part in _quantized(spec):

@@ -32,7 +32,7 @@ def make_llm(model: Path) -> Iterator[MakeLLM]:
     made: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        given = {
+        given: dict[str, Any] = {
             "model": str(model),
             "skip_tokenizer_init": True,
             "kv_cache_memory": "1MiB",
@@ -41,7 +41,10 @@ def make_llm(model: Path) -> Iterator[MakeLLM]:
             "dtype": "float32",
             "num_threads": 1,
         }
-        made.append(LLM(**{**given, **options}))
+        given |= options
+        if not given["enable_lora"]:
+            del given["max_lora_rank"]
+        made.append(LLM(**given))
         return made[-1]
 
     yield make

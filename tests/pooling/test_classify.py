@@ -4,6 +4,7 @@ encoder gives.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from quire import LLM, PoolingParams
+from quire.engine.assembly.quantization import quantize_model
 from quire.errors import QuireError
+from quire.quant.writer import Recipe
 
 FolderOf = Callable[..., tuple[Path, Any]]
 CLASSIFIERS = ["bert", "xlm-roberta", "qwen3", "mistral"]
@@ -114,14 +117,45 @@ def test_without_a_classifier_a_score_is_a_cosine(folder_of: FolderOf, texts: li
         ({"runner": "pooling", "pooler_config": {"pooling_type": "x"}}, "pooling_type='X'"),
         ({"runner": "pooling", "pooler_config": {"pool": "x"}}, "pooler_config has 'pool'"),
         ({"runner": "train"}, "runner='train' is not available"),
+        ({"runner": "generate", "pooler_config": {"pooling_type": "LAST"}}, "has no effect"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
     options: dict[str, Any], complaint: str, folder_of: FolderOf
 ) -> None:
-    folder, _ = folder_of("qwen3")
+    auto = "AutoModelForCausalLM" if options.get("runner") == "generate" else "AutoModel"
+    folder, _ = folder_of("qwen3", auto=auto)
     with pytest.raises(QuireError, match=complaint):
         load(folder, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "int8"}, {"target_step_ms": 20}, {"block_size": 16}]
+)
+def test_options_that_are_of_no_use_to_an_encoder_are_refused(
+    options: dict[str, Any], folder_of: FolderOf
+) -> None:
+    folder, _ = folder_of("bert")
+    with pytest.raises(QuireError, match=f"{next(iter(options))}=.* has no effect: BertModel"):
+        load(folder, **options)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3"])
+def test_a_quantized_folder_keeps_its_classifier(
+    family: str, folder_of: FolderOf, texts: list[str], tmp_path: Path
+) -> None:
+    folder, _ = folder_of(family, auto=AUTO, num_labels=3)
+    quantize_model(str(folder), Recipe("int8"), tmp_path / "made")
+    written = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    classifier = {"bert": "classifier", "xlm-roberta": "classifier.out_proj", "qwen3": "score"}
+    assert classifier[family] in written["ignore"]  # so that other engines find floats
+    with (
+        closing(load(folder, quantization="int8")) as at_load,
+        closing(load(tmp_path / "made")) as stored,
+    ):
+        assert [
+            each.outputs.data.tobytes() for each in at_load.classify(texts, use_tqdm=False)
+        ] == [each.outputs.data.tobytes() for each in stored.classify(texts, use_tqdm=False)]
 
 
 def test_a_pair_is_cut_at_its_longer_text(folder_of: FolderOf, texts: list[str]) -> None:

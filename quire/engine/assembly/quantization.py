@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles, find_model
+from quire.engine.pooling.decision import declare_stored
 from quire.errors import CheckpointError, ConfigError
-from quire.models.registry import declare
 
 if TYPE_CHECKING:
     from quire.quant.writer import Recipe
@@ -55,7 +55,7 @@ def _write(files: ModelFiles, recipe: Recipe, folder: Path) -> None:
     from quire.quant.writer import write_checkpoint
     from quire.weights.checkpoint import SafetensorsCheckpoint
 
-    spec = declare(files.config)
+    spec, _ = declare_stored(files)
     with SafetensorsCheckpoint(files.folder, spec) as weights:
         changes = write_checkpoint(folder, spec, weights, recipe)
     (folder / "config.json").write_text(json.dumps({**files.config, **changes}, indent=2) + "\n")

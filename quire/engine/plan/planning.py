@@ -21,6 +21,7 @@ from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.core.step_cost import UnitCosts
 from quire.engine.plan import attention, memory
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
+from quire.engine.plan.applicable import check_options
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
@@ -175,10 +176,7 @@ class _Resolver:
         config, spec = self.config, self.spec
         self._check_context()
         self._check_experts()
-        if config.speculation is not None and not self.generates:
-            raise ConfigError(
-                "speculative_config drafts tokens of text, and this model makes none; leave it out"
-            )
+        check_options(config, spec, generates=self.generates)
         self._note_device()
         self._note_invariance()
         dtype = self._dtype()

@@ -52,8 +52,8 @@ class PoolingModel(NamedTuple):
     """Whether it also makes text."""
 
 
-def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
-    """Declare a model and decide how it pools. Raises a QuireError."""
+def declare_stored(files: ModelFiles) -> tuple[DecoderSpec, dict[str, Any]]:
+    """Declare all that a folder holds; with the keys of its config that say how to pool."""
     values = {key: value for key, value in files.config.items() if key != "quantization_config"}
     own = {key: values.pop(key) for key in _OWN_KEYS if key in values}
     if own.get("classifier_from_token"):
@@ -61,7 +61,12 @@ def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
             str(name).replace("ForSequenceClassification", "ForCausalLM")
             for name in _listed(values.get("architectures"))
         ]
-    spec = declare(values)
+    return declare(values), own
+
+
+def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
+    """Declare a model and decide how it pools. Raises a QuireError."""
+    spec, own = declare_stored(files)
     can_generate = spec.architecture not in POOLING_ARCHITECTURES
     if config.runner == "generate" and not can_generate:
         raise ConfigError(
@@ -71,6 +76,12 @@ def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
     asked = config.runner == "pooling" or config.convert not in ("auto", "none")
     implied = config.runner == "auto" and (not can_generate or stored is not None)
     if not asked and not (implied and config.convert != "none"):
+        if config.pooler_config is not None:
+            raise ConfigError(
+                f"pooler_config={config.pooler_config} has no effect: {spec.architecture} is "
+                "loaded to generate text; give runner='pooling', or convert='embed' for vectors "
+                "beside its answers, or leave it out"
+            )
         return PoolingModel(spec, None, can_generate)
     generates = can_generate and (config.runner == "generate" or (asked and not _only(config)))
     pooling = _Decision(config, files, spec, stored, own).pooling()

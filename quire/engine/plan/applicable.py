@@ -1,0 +1,31 @@
+"""Options that a model has no use for: those of text where it makes none, those of what is kept of
+a text where it keeps nothing.
+"""
+
+from __future__ import annotations
+
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
+from quire.models.declaration import DecoderSpec
+
+
+def check_options(config: EngineConfig, spec: DecoderSpec, *, generates: bool) -> None:
+    """Raises ConfigError for an option that would have no effect."""
+    if config.speculation is not None and not generates:
+        raise ConfigError(
+            "speculative_config drafts tokens of text, and this model makes none; leave it out"
+        )
+    if not spec.is_encoder:
+        return
+    cache = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    given = {
+        "kv_cache_dtype": cache,
+        "target_step_ms": config.target_step_ms,
+        "block_size": config.block_size,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} has no effect: {spec.architecture} reads each text at once and "
+                "keeps nothing of it; leave it out"
+            )
