@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.engine.front import absent as without
 from quire.engine.front.absent import absent
-from quire.engine.front.adapters import LoRARequests
+from quire.engine.front.adapters import ChosenAdapter, LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.metrics import Metric
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
@@ -86,7 +85,7 @@ class LLM(PoolingCalls):
         """
         listed = _prompts(prompts, prompt_token_ids)
         params = self._params_for(listed, sampling_params, tokenization_kwargs)
-        adapters = self.engine.adapters.versions_of(lora_request, len(listed))
+        adapters = self.engine.adapters.one_each(lora_request, len(listed))
         outputs = self._run(listed, params, adapters, use_tqdm=use_tqdm, priority=priority)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
@@ -158,7 +157,7 @@ class LLM(PoolingCalls):
                 f"beam_search takes BeamSearchParams, not {type(params).__name__}", param="params"
             )
         listed = as_prompts(prompts)
-        adapters = self.engine.adapters.versions_of(lora_request, len(listed))
+        adapters = self.engine.adapters.one_each(lora_request, len(listed))
         outputs = self._run(listed, [params] * len(listed), adapters, use_tqdm=use_tqdm)
         return [output for output in outputs if isinstance(output, BeamSearchOutput)]
 
@@ -178,7 +177,7 @@ class LLM(PoolingCalls):
             self._queue,
             listed,
             self._digested(self._params_for(listed, sampling_params, tokenization_kwargs)),
-            self.engine.adapters.versions_of(lora_request, len(listed)),
+            self.engine.adapters.one_each(lora_request, len(listed)),
             priority,
         )
         self._queued += ids
@@ -286,7 +285,7 @@ class LLM(PoolingCalls):
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams],
-        adapters: Sequence[Adapter | None],
+        adapters: Sequence[ChosenAdapter | None],
         *,
         use_tqdm: Progress,
         priority: Sequence[int] | None = None,
@@ -311,10 +310,15 @@ class LLM(PoolingCalls):
         return [digests[id(each)] if isinstance(each, SamplingParams) else each for each in params]
 
     def _run_digests(
-        self, prompts: Sequence[Prompt], digests: Sequence[Digest], use_tqdm: Progress
+        self,
+        prompts: Sequence[Prompt],
+        digests: Sequence[Digest],
+        use_tqdm: Progress,
+        lora_request: LoRARequests,
     ) -> list[RequestOutput]:
+        adapters = self.engine.adapters.one_each(lora_request, len(prompts))
         session = Session(self.llm_engine.shared)
-        ids = self._add(session, prompts, digests, [None] * len(prompts), None)
+        ids = self._add(session, prompts, digests, adapters, None)
         outputs = self._finish(session, ids, use_tqdm)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
@@ -323,7 +327,7 @@ class LLM(PoolingCalls):
         session: Session,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams | Digest],
-        adapters: Sequence[Adapter | None],
+        adapters: Sequence[ChosenAdapter | None],
         priority: Sequence[int] | None,
     ) -> list[str]:
         """Add requests, all or none."""

@@ -7,6 +7,7 @@ import it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
@@ -15,6 +16,8 @@ from quire.errors import InvalidParameterError
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 TASKS: Final[tuple[PoolingTask, ...]] = get_args(PoolingTask)
+OF_TOKENS: Final[frozenset[PoolingTask]] = frozenset({"token_embed", "token_classify"})
+"""Tasks that make a vector for each token."""
 MAX_DIMENSIONS: Final = 1 << 20
 
 
@@ -77,6 +80,23 @@ class PoolingParams:
         made = copy(self)
         made.__post_init__()
         return made
+
+
+def read_truncation(keep: int | None, tokenization_kwargs: Mapping[str, Any] | None) -> int | None:
+    """Return `truncate_prompt_tokens`, given by itself or among `tokenization_kwargs`, which know
+    nothing else."""
+    given = {
+        name: value for name, value in (tokenization_kwargs or {}).items() if value is not None
+    }
+    named = given.pop("truncate_prompt_tokens", None)
+    if given:
+        raise InvalidParameterError(
+            f"tokenization_kwargs has {', '.join(map(repr, sorted(given)))}; only "
+            "'truncate_prompt_tokens' is known",
+            param="tokenization_kwargs",
+        )
+    keep = named if keep is None else keep
+    return PoolingParams(truncate_prompt_tokens=keep).truncate_prompt_tokens
 
 
 def _is_int(value: object) -> bool:

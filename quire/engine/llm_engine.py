@@ -66,7 +66,7 @@ class LLMEngine:
         """Accept a request; returns its id. Raises a RequestError, and changes nothing,
         if it cannot be served."""
         params = with_truncation(params, tokenization_kwargs)
-        adapter = self.engine.adapters.version_of(lora_request)
+        adapter = self.engine.adapters.chosen(lora_request)
         return self._session.add(
             prompt, params, request_id=request_id, adapter=adapter, priority=priority
         )

@@ -21,7 +21,7 @@ from quire.server.api.prompt_encoder import PromptEncoder, read_template
 from quire.server.api.structure import Asked, asks_for_json, settle
 from quire.server.api.tools import Demand, Function, ToolUse, settle_tools
 from quire.server.http.call import Call
-from quire.server.http.errors import ApiError, unavailable_feature
+from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.ops.metrics import Metrics
 from quire.server.quota.admission import AdmissionControl
 from quire.server.quota.cost import Bounds, room_for_logprobs
@@ -211,6 +211,18 @@ class Api:
         """Do as `check_model`; the adapter that a name stands for is the call's from now on."""
         name = self.check_model(name)
         call.adapter = self.adapters.find(name)
+        return name
+
+    def choose_generator(self, call: Call, name: str | None) -> str:
+        """Do as `choose_model`, for answers of text. Raises ApiError 400 where the model makes
+        none."""
+        name = self.choose_model(call, name)
+        if not self.client.model.generates:
+            raise bad_request(
+                f"the model {name[:128]!r} makes no text; {self.client.pooling.advice}",
+                param="model",
+                code="model_not_supported",
+            )
         return name
 
     def check_model(self, name: str | None) -> str:

@@ -81,6 +81,8 @@ def test_eight_adapters_in_one_batch_equal_merged_weights(
     adapters = _write_adapters(tmp_path, spec)
     found = _answers(make_llm(kernels=kernels), [*adapters, None])
     assert len({tuple(each.outputs[0].token_ids) for each in found}) >= 7
+    assert [each.lora_request for each in found] == [*adapters, None]
+    assert [each.outputs[0].lora_request for each in found] == [*adapters, None]
     for adapter, output in zip(adapters, found, strict=False):
         _close(output, _merged_answer(make_llm, model, Path(adapter.lora_path), kernels=kernels))
     [base] = _answers(make_llm(enable_lora=False, kernels=kernels), [None])

@@ -4,6 +4,9 @@ function of its text.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import merged, write_adapter
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
-from quire import LLM, PoolingParams
+from quire import LLM, AsyncLLM, PoolingParams
 from quire.errors import QuireError
+from quire.lora.request import LoRARequest
+from quire.models.registry import declare
 
 FolderOf = Callable[..., tuple[Path, Any]]
 POOLINGS = (
@@ -110,7 +117,8 @@ def test_a_vector_is_a_function_of_its_text(
     if family in ("bert", "xlm-roberta"):
         limits = {"max_num_seqs": 1}
     assert embed(opened(folder, **limits), texts).tobytes() == together.tobytes()
-    small = opened(folder, **limits, block_size=4, enable_prefix_caching=False)
+    blocks = {} if family in ("bert", "xlm-roberta") else {"block_size": 4}
+    small = opened(folder, **limits, **blocks, enable_prefix_caching=False)
     assert embed(small, texts).tobytes() == together.tobytes()
     assert embed(opened(folder, num_threads=2), texts).tobytes() == together.tobytes()
 
@@ -191,6 +199,66 @@ def test_token_vectors_are_the_states_of_all_tokens(
             states = reference(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
         wanted = torch.nn.functional.normalize(states).numpy()
         np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
+
+
+def test_a_vector_can_be_made_with_an_adapter(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM], tmp_path: Path
+) -> None:
+    folder, _ = folder_of("qwen3", pooling="lasttoken")
+    spec = declare(json.loads((folder / "config.json").read_text()))
+    request = LoRARequest("legal", 1, str(write_adapter(tmp_path / "adapter", spec)))
+    llm = opened(folder, enable_lora=True)
+    base, found = embed(llm, texts), embed(llm, texts, lora_request=request)
+    assert base.tobytes() == embed(opened(folder), texts).tobytes()
+    [first, second, *_] = embed(
+        llm, texts, lora_request=[None, request, *[None] * (len(texts) - 2)]
+    )
+    assert first.tobytes() == base[0].tobytes() and second.tobytes() == found[1].tobytes()
+    merged_folder = tmp_path / "merged"
+    shutil.copytree(folder, merged_folder)
+    weights = load_file(folder / "model.safetensors")
+    named = {f"model.{name}": each for name, each in weights.items()}
+    save_file(merged(named, tmp_path / "adapter"), merged_folder / "model.safetensors")
+    np.testing.assert_allclose(found, embed(opened(merged_folder), texts), atol=1e-4)
+    assert np.abs(found - base).max() > 1e-2
+    with pytest.raises(QuireError, match="2 lora_requests for 5 prompts"):
+        embed(llm, texts, lora_request=[request, None])
+    scores = llm.score(texts[0], texts, lora_request=request, use_tqdm=False)
+    np.testing.assert_allclose([each.outputs.score for each in scores], found @ found[0], atol=1e-6)
+
+
+def test_an_unknown_option_of_a_call_is_refused(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    folder, _ = folder_of("bert", pooling="cls_token")
+    with pytest.raises(TypeError, match="truncate"):
+        opened(folder).embed(texts, truncate=3)  # type: ignore[call-arg]
+
+
+async def _encoded(folder: Path, texts: list[str], **options: Any) -> list[bytes]:
+    async def encode(llm: AsyncLLM, text: str) -> bytes:
+        [output] = [each async for each in llm.encode(text, **options)]
+        return bytes(output.outputs.data.tobytes())
+
+    async with AsyncLLM(str(folder), dtype="float32", kv_cache_memory="8MiB") as llm:
+        with pytest.raises(QuireError, match="asks for classes of texts"):
+            await encode_classes(llm)
+        return list(await asyncio.gather(*(encode(llm, text) for text in texts)))
+
+
+async def encode_classes(llm: AsyncLLM) -> None:
+    async for _ in llm.encode("a", pooling_task="classify"):
+        pass
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_asyncio_programs_get_the_same_vectors(
+    task: Any, folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    folder, _ = folder_of("bert", pooling="mean_tokens")
+    outputs = opened(folder).encode(texts, pooling_task=task, use_tqdm=False)
+    wanted = [each.outputs.data.tobytes() for each in outputs]
+    assert asyncio.run(_encoded(folder, texts, pooling_task=task)) == wanted
 
 
 def test_prompts_of_the_folder_are_put_before_texts(

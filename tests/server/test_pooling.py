@@ -174,7 +174,10 @@ def test_classes_have_their_names(classifier: RunningServer, folders: dict[str, 
         ("/score", {"text_1": "a"}, "text_2", "give text_2 or data_2 or documents"),
         ("/pooling", {"input": "a", "task": "embed", "truncate_prompt_tokens": 900},
          "truncate_prompt_tokens", "beyond the 256"),
-        ("/v1/completions", {"prompt": "a"}, "model", "makes vectors or classes"),
+        ("/v1/completions", {"prompt": "a"}, "model", "makes no text; use embed() or score(), over"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model",
+         "makes no text; use embed() or score(), over HTTP /v1/embeddings"),
+        ("/v1/responses", {"input": "a"}, "model", "makes no text"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_what_to_do(

@@ -21,11 +21,6 @@ def absent(name: str, advice: str) -> Callable[..., NoReturn]:
     return method
 
 
-NO_EMBEDDINGS = "it generates text alone: use LLM.embed(), or a server's /v1/embeddings"
-NO_POOLING = (
-    "it only generates text; ask a question about the text with chat(), or read "
-    "log-probabilities with logprobs"
-)
 NO_SLEEP = "close() frees the memory, and making the LLM anew takes it again"
 NO_PROFILE = "profile the whole program (py-spy, perf), or measure with quire bench"
 NO_RPC = "there are no workers to call: the model runs in this process"

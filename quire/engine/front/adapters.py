@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.core.adapters import Adapter
 from quire.engine.plan.adapters import AdapterPlan
@@ -16,14 +17,22 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each; None is the model itself."""
 
 
+class ChosenAdapter(NamedTuple):
+    """What a request is answered with besides the model."""
+
+    request: LoRARequest
+    """As the program named it."""
+    version: Adapter
+
+
 class RequestedAdapters:
     """The adapters that programs name with their requests. Safe in any thread."""
 
     def __init__(self, spec: DecoderSpec, plan: AdapterPlan | None) -> None:
         self._store = None if plan is None else AdapterStore(spec, plan.max_rank)
 
-    def version_of(self, request: LoRARequest | None) -> Adapter | None:
-        """Return the version that a request gets. Raises InvalidParameterError where there is none.
+    def chosen(self, request: LoRARequest | None) -> ChosenAdapter | None:
+        """Return the adapter that a request gets. Raises InvalidParameterError where there is none.
 
         Reads the adapter's files where they are not those of the last time.
         """
@@ -40,21 +49,22 @@ class RequestedAdapters:
                 param="lora_request",
             )
         try:
-            return self._store.version_of(Path(request.lora_path).expanduser())
+            version = self._store.version_of(Path(request.lora_path).expanduser())
         except CheckpointError as error:
             raise InvalidParameterError(str(error), param="lora_request") from None
+        return ChosenAdapter(request, version)
 
-    def versions_of(self, requests: LoRARequests, num_prompts: int) -> list[Adapter | None]:
+    def one_each(self, requests: LoRARequests, num_prompts: int) -> list[ChosenAdapter | None]:
         """Return the same for each of so many prompts."""
         if not isinstance(requests, list | tuple):
-            return [self.version_of(requests)] * num_prompts  # type: ignore[arg-type]
+            return [self.chosen(requests)] * num_prompts  # type: ignore[arg-type]
         if len(requests) != num_prompts:
             raise InvalidParameterError(
                 f"{len(requests)} lora_requests for {num_prompts} prompts; give one for all or one "
                 "for each",
                 param="lora_request",
             )
-        distinct = {id(each): self.version_of(each) for each in requests}
+        distinct = {id(each): self.chosen(each) for each in requests}
         return [distinct[id(each)] for each in requests]
 
     def close(self) -> None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
+from quire.core.pooling import PoolingParams, PoolingTask, read_truncation
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import (
-    NO_EMBEDDINGS,
     NO_PROFILE,
     NO_RPC,
     NO_SLEEP,
@@ -34,6 +35,8 @@ from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.front.streams import Stream
 from quire.engine.loop.engine import Engine
 from quire.engine.loop.engine_thread import EngineThread
+from quire.engine.pooling.outputs import PoolingOutput, PoolingRequestOutput, output_of
+from quire.engine.pooling.requests import PoolingRequests
 from quire.errors import InvalidParameterError
 from quire.grammar.judge import judge
 from quire.lora.request import LoRARequest
@@ -62,6 +65,7 @@ class AsyncLLM:
         self._engine = build_engine(self.config, is_streaming=True)
         self._link = EngineThread(self._engine)
         self._request_numbers = itertools.count()
+        self._pooling = PoolingRequests(self._engine.plan, self._engine.tokenizer)
         self._link.start()
 
     @classmethod
@@ -89,8 +93,6 @@ class AsyncLLM:
         prompts that are given it. Leaving the loop early aborts the request. Raises a RequestError
         if it cannot be served. `trace_headers` have no effect.
         """
-        self._engine.refuse_nested_call()
-        adapter = await self._version_of(lora_request)
         params = sampling_params if sampling_params is not None else self._engine.default_params()
         if not isinstance(params, SamplingParams | Digest):
             raise InvalidParameterError(
@@ -105,6 +107,49 @@ class AsyncLLM:
         asked = params.params if isinstance(params, Digest) else params
         if asked.structured_outputs is not None:
             await judge.check_async(asked.structured_outputs.wire)
+        outputs = self._outputs(request_id, prompt, params, lora_request, priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """Yield, once, what the model makes of a prompt: a vector or one for each token, as
+        `LLM.encode` does.
+
+        Raises a RequestError if the request cannot be served, or fails. Prompts are tokenized in
+        another thread. `trace_headers` have no effect.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params.clone()
+        task = pooling_task or params.task or self._pooling.default_task
+        prepare = self._pooling.preparer(task, read_truncation(None, tokenization_kwargs))
+        encoded, digest = await asyncio.to_thread(prepare, prompt, params)
+        outputs = self._outputs(request_id, encoded, digest, lora_request, priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output_of(PoolingRequestOutput, output, PoolingOutput.of(output, task))
+
+    async def _outputs(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        params: SamplingParams | Digest,
+        lora_request: LoRARequest | None,
+        priority: int,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Compute one request; leaving the loop early aborts it."""
+        self._engine.refuse_nested_call()
+        adapter = await self._version_of(lora_request)
         request_id = (
             request_id if request_id is not None else f"async-{next(self._request_numbers)}"
         )
@@ -120,6 +165,7 @@ class AsyncLLM:
         try:
             async for output in stream:
                 is_finished = output.finished
+                output.name_adapter(lora_request)
                 yield output
         finally:
             if not is_finished:
@@ -195,7 +241,8 @@ class AsyncLLM:
         """The adapter of a request; its files are read in another thread."""
         if request is None:
             return None
-        return await asyncio.to_thread(self._engine.adapters.version_of, request)
+        chosen = await asyncio.to_thread(self._engine.adapters.chosen, request)
+        return None if chosen is None else chosen.version
 
     async def _do(self, command: Callable[[Engine], _T]) -> _T:
         """Have the engine's thread do something between two steps;
@@ -223,7 +270,6 @@ class AsyncLLM:
         ConfigError with `skip_tokenizer_init`."""
         return self._engine.pretrained_tokenizer()
 
-    encode = absent("encode", NO_EMBEDDINGS)
     sleep = absent("sleep", NO_SLEEP)
     wake_up = absent("wake_up", NO_SLEEP)
     start_profile = absent("start_profile", NO_PROFILE)

@@ -77,6 +77,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv: dict[str, str] = {}
     """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are),
     `cache_dtype`, ..."""
+    generates: bool = True
+    """Whether it makes text; else vectors or classes alone."""
     max_loras: int = 0
     """Adapters that running requests may use at once."""
     policy: str = "fcfs"
@@ -387,6 +389,7 @@ def model_info(prepared: PreparedModel) -> ModelInfo:
             "cache_dtype": plan.config.kv_cache_dtype,
             "enable_prefix_caching": str(plan.limits.enable_prefix_caching),
         },
+        generates=plan.generates,
         max_loras=0 if plan.adapters is None else plan.adapters.max_active,
         policy=plan.limits.policy,
         fingerprint=fingerprint(plan, prepared.planned.files),

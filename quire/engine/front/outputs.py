@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
 from quire.core.request import RequestMetrics
+from quire.lora.request import LoRARequest
 
 
 class Logprob(NamedTuple):
@@ -84,14 +85,12 @@ class CompletionOutput:
     """"stop", "length", "repetition", "abort", "error", or None while unfinished."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's end-of-sequence token."""
+    lora_request: LoRARequest | None = None
+    """What it was generated with besides the model."""
 
     def finished(self) -> bool:
         """Return whether this sequence has ended."""
         return self.finish_reason is not None
-
-    @property
-    def lora_request(self) -> None:
-        """None: there are no adapters."""
 
 
 @dataclass(slots=True)
@@ -112,15 +111,19 @@ class RequestOutput:
     """Of a request for vectors: these, as little-endian float32."""
     num_vectors: int = 0
     """How many they are."""
+    lora_request: LoRARequest | None = None
+    """What it was answered with besides the model."""
+
+    def name_adapter(self, request: LoRARequest | None) -> None:
+        """Say what it was answered with besides the model, of its sequences too."""
+        self.lora_request = request
+        for each in self.outputs:
+            each.lora_request = request
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were not computed because the prefix cache held them."""
         return self.metrics.num_prefix_hit_tokens
-
-    @property
-    def lora_request(self) -> None:
-        """None: there are no adapters."""
 
     @property
     def encoder_prompt(self) -> None:

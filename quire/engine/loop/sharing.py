@@ -13,13 +13,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, SamplingParams
+from quire.engine.front.adapters import ChosenAdapter
 from quire.engine.front.digest import Digest
-from quire.engine.front.outputs import BeamSearchOutput
+from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import Prompt
 from quire.engine.loop.engine import Engine, Output
 from quire.errors import EngineError
+from quire.lora.request import LoRARequest
 
 
 class SharedEngine:
@@ -95,7 +96,8 @@ class Session:
     def __init__(self, shared: SharedEngine) -> None:
         self._shared = shared
         self._ready: list[Output] = []
-        self._open: dict[str, None] = {}
+        self._open: dict[str, LoRARequest | None] = {}
+        """Requests without a last output, with what they are answered with besides the model."""
 
     @property
     def num_unfinished(self) -> int:
@@ -108,7 +110,7 @@ class Session:
         params: SamplingParams | BeamSearchParams | Digest,
         *,
         request_id: str | None = None,
-        adapter: Adapter | None = None,
+        adapter: ChosenAdapter | None = None,
         priority: int = 0,
     ) -> str:
         """Accept a request; returns its id, which is made up where none is given.
@@ -116,12 +118,18 @@ class Session:
         with self._shared.held() as engine:
             request_id = self._shared.enter(request_id, self)
             try:
-                engine.add_request(request_id, prompt, params, adapter=adapter, priority=priority)
+                engine.add_request(
+                    request_id,
+                    prompt,
+                    params,
+                    adapter=None if adapter is None else adapter.version,
+                    priority=priority,
+                )
             except BaseException:
                 if request_id not in self._open:
                     self._shared.forget(request_id, self)
                 raise
-            self._open[request_id] = None
+            self._open[request_id] = None if adapter is None else adapter.request
         return request_id
 
     def step(self) -> list[Output]:
@@ -142,12 +150,17 @@ class Session:
         with self._shared.held() as engine:
             if request_id not in self._open:
                 return None
-            del self._open[request_id]
+            request = self._open.pop(request_id)
             self._shared.forget(request_id, self)
-            return engine.abort(request_id)
+            output = engine.abort(request_id)
+        if isinstance(output, RequestOutput):
+            output.name_adapter(request)
+        return output
 
     def receive(self, output: Output) -> None:
         """Take an output that a step made. The engine is held."""
+        if isinstance(output, RequestOutput):
+            output.name_adapter(self._open.get(output.request_id))
         self._ready.append(output)
         if is_last(output):
             self._open.pop(output.request_id, None)

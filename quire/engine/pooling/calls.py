@@ -5,10 +5,12 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from quire.core.pooling import PoolingParams, PoolingTask
+from quire.core.pooling import PoolingParams, PoolingTask, read_truncation
+from quire.engine.front.adapters import LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt, as_prompts
@@ -21,18 +23,46 @@ from quire.engine.pooling.outputs import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    cosine,
+    output_of,
+    vectors_of,
 )
 from quire.engine.pooling.requests import PoolingRequests
-from quire.errors import InvalidParameterError, RequestError
+from quire.errors import InvalidParameterError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from quire.engine.loop.engine import Engine
 
 Progress = bool | Callable[..., Any]
 Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingOptions(TypedDict, total=False):
+    """What every call may be given by name."""
+
+    use_tqdm: Progress
+    """Whether to show a progress bar, or what makes one, called as `tqdm` is."""
+    truncate_prompt_tokens: int | None
+    """As `PoolingParams.truncate_prompt_tokens`, for all prompts."""
+    lora_request: LoRARequests
+    """An adapter for all prompts, or a list with one, or None, for each."""
+    tokenization_kwargs: Mapping[str, Any] | None
+    """`truncate_prompt_tokens` by another name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """`PoolingOptions` that were given, and the others' defaults."""
+
+    use_tqdm: Progress = True
+    truncate_prompt_tokens: int | None = None
+    lora_request: LoRARequests = None
+    tokenization_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def keep(self) -> int | None:
+        """Tokens to keep of each prompt, where a call says so."""
+        return read_truncation(self.truncate_prompt_tokens, self.tokenization_kwargs)
 
 
 class PoolingCalls:
@@ -44,7 +74,11 @@ class PoolingCalls:
         raise NotImplementedError
 
     def _run_digests(
-        self, prompts: Sequence[Prompt], digests: Sequence[Digest], use_tqdm: Progress
+        self,
+        prompts: Sequence[Prompt],
+        digests: Sequence[Digest],
+        use_tqdm: Progress,
+        lora_request: LoRARequests,
     ) -> list[RequestOutput]:
         """Compute requests; their outputs in order."""
         raise NotImplementedError
@@ -57,10 +91,7 @@ class PoolingCalls:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: Params = None,
-        *,
-        use_tqdm: Progress = True,
-        truncate_prompt_tokens: int | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
         """Vectors of texts, in order: `outputs.embedding`.
 
@@ -68,10 +99,9 @@ class PoolingCalls:
         `PoolingParams.prompt_name` names another. Raises a QuireError for a text that is too long,
         and for models that make no vectors.
         """
-        keep = _truncation(truncate_prompt_tokens, tokenization_kwargs)
-        outputs = self._pooled(prompts, pooling_params, "embed", use_tqdm, keep)
+        outputs = self._pooled(prompts, pooling_params, "embed", _Options(**options))
         return [
-            _made(EmbeddingRequestOutput, each, EmbeddingOutput(self._vectors(each)[0]))
+            output_of(EmbeddingRequestOutput, each, EmbeddingOutput(vectors_of(each)[0]))
             for each in outputs
         ]
 
@@ -79,15 +109,12 @@ class PoolingCalls:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: Params = None,
-        *,
-        use_tqdm: Progress = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of classes, in order: `outputs.probs`."""
-        keep = _truncation(None, tokenization_kwargs)
-        outputs = self._pooled(prompts, pooling_params, "classify", use_tqdm, keep)
+        outputs = self._pooled(prompts, pooling_params, "classify", _Options(**options))
         return [
-            _made(ClassificationRequestOutput, each, ClassificationOutput(self._vectors(each)[0]))
+            output_of(ClassificationRequestOutput, each, ClassificationOutput(vectors_of(each)[0]))
             for each in outputs
         ]
 
@@ -96,41 +123,25 @@ class PoolingCalls:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: Params = None,
         *,
-        use_tqdm: Progress = True,
-        truncate_prompt_tokens: int | None = None,
         pooling_task: PoolingTask | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
         """What the model makes of texts, as `pooling_task` says: `outputs.data`, one vector or one
-        for each token. By default one, of the kind that the model makes."""
-        task = pooling_task or _task_of(pooling_params) or self._pooling.spec.task
-        keep = _truncation(truncate_prompt_tokens, tokenization_kwargs)
-        outputs = self._pooled(prompts, pooling_params, task, use_tqdm, keep)
-        found = []
-        for each in outputs:
-            vectors = self._vectors(each)
-            data = vectors if task.startswith("token_") else vectors[0]
-            found.append(_made(PoolingRequestOutput, each, PoolingOutput(data)))
-        return found
+        for each token. By default what the model was made for."""
+        task = pooling_task or _task_of(pooling_params) or self._pooling.default_task
+        outputs = self._pooled(prompts, pooling_params, task, _Options(**options))
+        return [
+            output_of(PoolingRequestOutput, each, PoolingOutput.of(each, task)) for each in outputs
+        ]
 
     def reward(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: Params = None,
-        *,
-        use_tqdm: Progress = True,
-        truncate_prompt_tokens: int | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
         """What a reward model says of each token: `outputs.data`."""
-        return self.encode(
-            prompts,
-            pooling_params,
-            use_tqdm=use_tqdm,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            pooling_task="token_classify",
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
 
     def score(
         self,
@@ -139,53 +150,46 @@ class PoolingCalls:
         /,
         *,
         pooling_params: PoolingParams | None = None,
-        use_tqdm: Progress = True,
-        truncate_prompt_tokens: int | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
         instruction: str | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[ScoringRequestOutput]:
         """How well texts go together: one with each of several, or pair by pair.
 
         A model that classifies (a cross-encoder) reads both texts at once, in its own template; of
         any other, the score is the cosine of their vectors. `instruction` is for templates that
-        have one.
+        have one. A list of adapters has one for each pair.
         """
         first, second = _pairs(data_1, data_2)
-        params = pooling_params or PoolingParams()
-        keep = _truncation(truncate_prompt_tokens, tokenization_kwargs)
-        keep = params.truncate_prompt_tokens if keep is None else keep
+        params, given = pooling_params or PoolingParams(), _Options(**options)
         if self._pooling.spec.task == "embed":
-            return self._cosines(first, second, params, use_tqdm, keep)
-        if self._pooling.num_outputs != 1:
-            raise InvalidParameterError(
-                "score() needs a model with one class, and this one has "
-                f"{self._pooling.num_outputs}"
-            )
-        texts = self._pooling.texts
-        ids = [texts.join(*pair, keep, instruction) for pair in zip(first, second, strict=True)]
-        digest = self._pooling.digest(params, "score")
+            return self._cosines(first, second, params, given)
+        self._pooling.check_scores()
+        keep = params.truncate_prompt_tokens if given.keep is None else given.keep
+        texts, digest = self._pooling.texts, self._pooling.digest(params, "score")
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": texts.join(*pair, keep, instruction)}
+            for pair in zip(first, second, strict=True)
+        ]
         outputs = self._run_digests(
-            [{"prompt_token_ids": each} for each in ids], [digest] * len(ids), use_tqdm
+            prompts, [digest] * len(prompts), given.use_tqdm, given.lora_request
         )
         return [
-            _made(ScoringRequestOutput, each, ScoringOutput(float(self._vectors(each)[0][0])))
+            output_of(ScoringRequestOutput, each, ScoringOutput(float(vectors_of(each)[0][0])))
             for each in outputs
         ]
 
     def _cosines(
-        self,
-        first: list[str],
-        second: list[str],
-        params: PoolingParams,
-        use_tqdm: Progress,
-        keep: int | None,
+        self, first: list[str], second: list[str], params: PoolingParams, options: _Options
     ) -> list[ScoringRequestOutput]:
+        if isinstance(options.lora_request, list | tuple):
+            raise InvalidParameterError(
+                "score() of vectors takes one adapter for all texts, or none", param="lora_request"
+            )
         distinct = list(dict.fromkeys([*first, *second]))
-        made = self._pooled(distinct, params, "embed", use_tqdm, keep)
-        vectors = {text: self._vectors(each)[0] for text, each in zip(distinct, made, strict=True)}
-        by_text = dict(zip(distinct, made, strict=True))
+        made = dict(zip(distinct, self._pooled(distinct, params, "embed", options), strict=True))
+        vectors = {text: vectors_of(each)[0] for text, each in made.items()}
         return [
-            _made(ScoringRequestOutput, by_text[b], ScoringOutput(cosine(vectors[a], vectors[b])))
+            output_of(ScoringRequestOutput, made[b], ScoringOutput(cosine(vectors[a], vectors[b])))
             for a, b in zip(first, second, strict=True)
         ]
 
@@ -194,92 +198,18 @@ class PoolingCalls:
         prompts: Prompt | Sequence[Prompt],
         params: Params,
         task: PoolingTask,
-        use_tqdm: Progress,
-        keep: int | None,
+        options: _Options,
     ) -> list[RequestOutput]:
         listed = as_prompts(prompts)
         each_params = _one_each(params, len(listed))
-        made, digests = [], []
-        known: dict[tuple[int, int], Digest] = {}
-        for prompt, given in zip(listed, each_params, strict=True):
-            cut = given.truncate_prompt_tokens if keep is None else keep
-            encoded, num_skipped = self._encoded(prompt, given, cut, task)
-            key = (id(given), num_skipped)
-            if key not in known:
-                known[key] = self._pooling.digest(given, task, num_skipped)
-            made.append(encoded)
-            digests.append(known[key])
-        return self._run_digests(made, digests, use_tqdm)
-
-    def _encoded(
-        self, prompt: Prompt, params: PoolingParams, keep: int | None, task: PoolingTask
-    ) -> tuple[Prompt, int]:
-        """A prompt as token ids, and how many of them are not pooled."""
-        text: object = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-        if ids is None and isinstance(text, str):
-            before = self._pooling.prompt_of(params.prompt_name) if "embed" in task else ""
-            texts = self._pooling.texts
-            token_ids = texts.encode(text, keep, before)
-            return (
-                {"prompt_token_ids": token_ids, "prompt": text},
-                texts.num_prompt_tokens(before),
-            )
-        if keep is None:
-            return prompt, 0
-        listed: Any = prompt if ids is None else ids
-        return {"prompt_token_ids": self._pooling.cut(list(listed), keep)}, 0
-
-    def _vectors(self, output: RequestOutput) -> NDArray[np.float32]:
-        """What came of a request, float32 [vectors, elements]. RequestError where it failed."""
-        if output.error is not None:
-            raise RequestError(f"request {output.request_id} failed: {output.error}")
-        return vectors_of(output)
-
-
-def vectors_of(output: RequestOutput) -> NDArray[np.float32]:
-    """The vectors of an output that has not failed, float32 [vectors, elements]: one, or one a
-    token.
-    """
-    import numpy as np
-
-    assert output.pooled is not None
-    flat = np.frombuffer(output.pooled, "<f4")
-    return flat.reshape(output.num_vectors, -1)
-
-
-def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """The cosine of the angle between two vectors; 0 where one of them is zero."""
-    import numpy as np
-
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    lengths = float(np.sqrt(np.sum(x * x)) * np.sqrt(np.sum(y * y)))
-    return float(np.sum(x * y)) / lengths if lengths else 0.0
-
-
-def _made(kind: type[Any], output: RequestOutput, outputs: object) -> Any:
-    return kind(
-        request_id=output.request_id,
-        outputs=outputs,
-        prompt_token_ids=output.prompt_token_ids,
-        num_cached_tokens=output.num_cached_tokens,
-        metrics=output.metrics,
-    )
-
-
-def _truncation(keep: int | None, tokenization_kwargs: Mapping[str, Any] | None) -> int | None:
-    given = {
-        name: value for name, value in (tokenization_kwargs or {}).items() if value is not None
-    }
-    named = given.pop("truncate_prompt_tokens", None)
-    if given:
-        raise InvalidParameterError(
-            f"tokenization_kwargs has {', '.join(map(repr, sorted(given)))}; only "
-            "'truncate_prompt_tokens' is known",
-            param="tokenization_kwargs",
+        prepare = self._pooling.preparer(task, options.keep)
+        prepared = [prepare(*each) for each in zip(listed, each_params, strict=True)]
+        return self._run_digests(
+            [prompt for prompt, _ in prepared],
+            [digest for _, digest in prepared],
+            options.use_tqdm,
+            options.lora_request,
         )
-    keep = named if keep is None else keep
-    return PoolingParams(truncate_prompt_tokens=keep).truncate_prompt_tokens
 
 
 def _task_of(params: Params) -> PoolingTask | None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from quire.core.pooling import OF_TOKENS, PoolingTask
 from quire.core.request import RequestMetrics
+from quire.engine.front.outputs import RequestOutput
+from quire.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +24,12 @@ class PoolingOutput:
 
     data: NDArray[np.float32]
     """float32 [D], or [tokens, D]"""
+
+    @classmethod
+    def of(cls, output: RequestOutput, task: PoolingTask) -> Self:
+        """What came of a request for `task`. RequestError where it failed."""
+        vectors = vectors_of(output)
+        return cls(vectors if task in OF_TOKENS else vectors[0])
 
     def tolist(self) -> list[Any]:
         """As lists of numbers."""
@@ -97,3 +106,38 @@ class ClassificationRequestOutput(PoolingRequestOutput):
 
 class ScoringRequestOutput(PoolingRequestOutput):
     """`outputs` is a `ScoringOutput`."""
+
+
+_Made = TypeVar("_Made", bound=PoolingRequestOutput)
+
+
+def output_of(kind: type[_Made], output: RequestOutput, outputs: object) -> _Made:
+    """What a call returns for one request, of which `outputs` was made."""
+    return kind(
+        request_id=output.request_id,
+        outputs=outputs,
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+        metrics=output.metrics,
+    )
+
+
+def vectors_of(output: RequestOutput) -> NDArray[np.float32]:
+    """The vectors of an output, float32 [vectors, elements]: one, or one a token. RequestError
+    where the request failed.
+    """
+    import numpy as np
+
+    if output.error is not None:
+        raise RequestError(f"request {output.request_id} failed: {output.error}")
+    assert output.pooled is not None
+    return np.frombuffer(output.pooled, "<f4").reshape(output.num_vectors, -1)
+
+
+def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """The cosine of the angle between two vectors; 0 where one of them is zero."""
+    import numpy as np
+
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    lengths = float(np.sqrt(np.sum(x * x)) * np.sqrt(np.sum(y * y)))
+    return float(np.sum(x * y)) / lengths if lengths else 0.0

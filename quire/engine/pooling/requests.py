@@ -7,21 +7,22 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import RowSampling
-from quire.core.pooling import Pool, PoolingParams, PoolingTask
+from quire.core.pooling import OF_TOKENS, Pool, PoolingParams, PoolingTask
 from quire.core.request_spec import RequestSpec
 from quire.engine.front.digest import Digest
+from quire.engine.front.prompts import Prompt
 from quire.engine.plan.planning import EnginePlan
 from quire.engine.pooling.texts import PoolingTexts
 from quire.errors import InvalidParameterError, NotAvailableError
 from quire.models.pooling import OF_WHOLE, PoolingSpec
 from quire.text.tokenizer import Tokenizer
 
-_OF_TOKENS = frozenset({"token_embed", "token_classify"})
 _MAKES = {"embed": "vectors of texts", "classify": "classes of texts"}
 
 
@@ -46,6 +47,27 @@ class PoolingRequests:
     def num_outputs(self) -> int:
         """Elements of a vector, or classes."""
         return self.spec.num_outputs(self._plan.spec.hidden_size)
+
+    @property
+    def default_task(self) -> PoolingTask:
+        """What the model was made for."""
+        return self.spec.task
+
+    @property
+    def advice(self) -> str:
+        """Which calls and paths to use in place of those that generate text."""
+        if self.spec.task == "embed":
+            return "use embed() or score(), over HTTP /v1/embeddings, /score or /rerank"
+        return "use classify() or score(), over HTTP /classify, /score or /rerank"
+
+    def check_scores(self) -> None:
+        """Raises InvalidParameterError for a model that reads pairs and has not just one class."""
+        if self.num_outputs != 1:
+            raise InvalidParameterError(
+                f"a score needs a model with one class, and this one has {self.num_outputs}; use "
+                "classify(), over HTTP /classify",
+                param="model",
+            )
 
     @cached_property
     def texts(self) -> PoolingTexts:
@@ -75,6 +97,39 @@ class PoolingRequests:
         spec = RequestSpec(sampling=RowSampling(), pool=pool, reads_cache=reads_cache)
         return Digest(params=sampling, spec=spec)
 
+    def preparer(
+        self, task: PoolingTask, keep: int | None = None
+    ) -> Callable[[Prompt, PoolingParams], tuple[Prompt, Digest]]:
+        """What encodes prompts for a task, and reads each object of parameters once; `keep` goes
+        before the `truncate_prompt_tokens` of those."""
+        known: dict[tuple[int, int], Digest] = {}
+
+        def prepare(prompt: Prompt, params: PoolingParams) -> tuple[Prompt, Digest]:
+            cut = params.truncate_prompt_tokens if keep is None else keep
+            encoded, num_skipped = self._encoded(prompt, params, cut, task)
+            key = (id(params), num_skipped)
+            if key not in known:
+                known[key] = self.digest(params, task, num_skipped)
+            return encoded, known[key]
+
+        return prepare
+
+    def _encoded(
+        self, prompt: Prompt, params: PoolingParams, keep: int | None, task: PoolingTask
+    ) -> tuple[Prompt, int]:
+        """A prompt as token ids, and how many of them are not pooled."""
+        text: object = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if ids is None and isinstance(text, str):
+            before = self.prompt_of(params.prompt_name) if "embed" in task else ""
+            token_ids = self.texts.encode(text, keep, before)
+            skipped = self.texts.num_prompt_tokens(before)
+            return {"prompt_token_ids": token_ids, "prompt": text}, skipped
+        if keep is None:
+            return prompt, 0
+        listed: Any = prompt if ids is None else ids
+        return {"prompt_token_ids": self.cut(list(listed), keep)}, 0
+
     def pool(self, params: PoolingParams, task: PoolingTask, num_skipped: int = 0) -> Pool:
         """The task of the worker."""
         spec, wanted = self.spec, "classify" if "classify" in task else "embed"
@@ -84,7 +139,7 @@ class PoolingRequests:
             )
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)
-        is_per_token = task in _OF_TOKENS
+        is_per_token = task in OF_TOKENS
         is_whole = is_per_token or spec.kind in OF_WHOLE or num_skipped > 0
         return Pool(
             is_whole=is_whole,

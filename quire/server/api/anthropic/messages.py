@@ -189,7 +189,7 @@ class Messages:
         call = call_of(request)
         body = await read_json(request, MessageRequest, is_strict=self._api.config.strict_fields)
         started_s = time.monotonic()
-        model = self._api.choose_model(call, body.model)
+        model = self._api.choose_generator(call, body.model)
         call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
         encoded = await self._encode(call, body)
         _, token_ids, answer_format, form = encoded.prompt

@@ -136,7 +136,7 @@ class ChatCompletions:
         """Check everything and encode the prompt. Raises ApiError or a RequestError."""
         api = self._api
         started_s = time.monotonic()
-        model = api.choose_model(call, body.model)
+        model = api.choose_generator(call, body.model)
         _check(body)
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)

@@ -140,7 +140,7 @@ class Completions:
         """Check everything and encode the prompts. Raises ApiError or a RequestError."""
         api = self._api
         started_s = time.monotonic()
-        model = api.choose_model(call, body.model)
+        model = api.choose_generator(call, body.model)
         _check(body)
         check_num_logprobs("logprobs", body.logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)

@@ -257,7 +257,7 @@ class Responses:
     async def _prepare(self, call: Call, body: ResponseRequest) -> _PreparedResponse:
         api = self._api
         started_s = time.monotonic()
-        model = api.choose_model(call, body.model)
+        model = api.choose_generator(call, body.model)
         _check(body)
         call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
         if body.request_id is not None:
