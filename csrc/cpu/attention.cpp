@@ -235,7 +235,7 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
                    int64_t num_tokens, int64_t query_stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
                    int64_t num_blocks, int64_t block_size, uintptr_t query_start, uintptr_t context_len,
                    int64_t num_sequences, uintptr_t block_tables, int64_t table_stride, float scale, int64_t window,
-                   float soft_cap) {
+                   float soft_cap, uintptr_t sinks) {
     const Arguments args("paged_attention");
     const DType type = args.dtype(dtype);
     AttentionProblem problem{};
@@ -257,6 +257,7 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
     problem.table_stride = table_stride;
     problem.scale = args.finite("the scale", scale);
     problem.soft_cap = args.magnitude("the soft cap", soft_cap);
+    problem.sinks = args.array<const float>("sinks", sinks, {sinks == 0 ? 0 : num_heads});
     problem.window = args.count("the window", window);
     const int32_t *starts = args.array<const int32_t>("query_start", query_start, {num_sequences + 1});
     const int32_t *lengths = args.array<const int32_t>("context_len", context_len, {num_sequences});

@@ -12,7 +12,8 @@
 
 namespace quire {
 
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+// clamped_swish is no function of one number: it limits both sides of a gated product (isa/activation.hpp).
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, clamped_swish = 3 };
 
 // ---- projections (gemm*.cpp) ----
 
@@ -134,6 +135,7 @@ struct AttentionProblem {
     int64_t table_stride;
     float scale, soft_cap;  // soft_cap 0: none
     int64_t window;         // 0: none
+    const float *sinks;     // [heads]: scores of their own, without a value, that join each softmax's total; null: none
     // Attention without a cache: every position sees all of its sequence, or, with a window, the positions less than that
     // away. Keys and values are then rows [T, KV heads, D] of the step's own tokens, `row_stride` elements apart, which
     // `cache` points to in a format of floats; there are no blocks. 0: causal, by blocks.

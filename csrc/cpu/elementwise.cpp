@@ -85,7 +85,7 @@ static bool is_finite(uintptr_t x, int dtype, int64_t count) {
 static void activate(uintptr_t x, uintptr_t out, int dtype, int activation, int64_t count) {
     const Arguments args("activate");
     const DType type = args.dtype(dtype);
-    const Activation function = args.activation(activation);
+    const Activation function = args.unary_activation(activation);
     const Memory from = args.memory("x", x, type, {count}), to = args.memory("out", out, type, {count});
     args.apart_or_same(to, from);
     const KernelTable &table = kernels();

@@ -317,6 +317,7 @@ void Pass::attend(const Operation &operation) const {
     problem.scale = operation.scale;
     problem.soft_cap = operation.soft_cap;
     problem.window = operation.window;
+    problem.sinks = operation.sinks;
     paged_attention(problem, step_->sequences);
 }
 

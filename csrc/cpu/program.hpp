@@ -76,6 +76,7 @@ struct Operation {
     int64_t cache;          // its number, or NO_CACHE; attend: then keys and values are x's own, and attention bidirectional
     float scale, soft_cap;  // attend; soft_cap 0: none
     int64_t window;         // attend; 0: none
+    const float *sinks;     // attend over a cache: [queries], see AttentionProblem; null: none
     const float *bias;      // attend without a cache: [queries][2 * bias_reach + 1]; null: none
     int64_t bias_reach;
 };

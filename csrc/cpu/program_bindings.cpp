@@ -118,7 +118,7 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
                           const std::vector<Place> &outputs, const Lookup *table, bool of_positions, float factor,
                           const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
                           int64_t number, int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
-                          float scale, float soft_cap, int64_t window, uintptr_t bias, int64_t bias_reach,
+                          float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t bias, int64_t bias_reach,
                           const LinearWeight *down, const LinearWeight *router, int64_t num_chosen, bool is_normalised) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
@@ -153,7 +153,7 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     }
     each.number = args.between(Operation::NO_ADAPTERS, MAX_WEIGHTS, "the number of the weight", number);
     each.first_output = args.count("the first output", first_output);
-    each.activation = args.activation(activation);
+    each.activation = each.kind == Kind::activate ? args.unary_activation(activation) : args.activation(activation);
     if (each.kind == Kind::experts) {
         args.require(weight != nullptr && down != nullptr && router != nullptr, "no weights of experts");
         for (const LinearWeight *held : {weight, down, router}) check_attached("Operations.add", *held);
@@ -169,6 +169,8 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.scale = args.finite("the scale", scale);
     each.soft_cap = args.magnitude("the soft cap", soft_cap);
     each.window = args.count("the window", window);
+    args.require(sinks == 0 || each.cache != Operation::NO_CACHE, "sinks are for attention over a cache");
+    each.sinks = args.array<const float>("sinks", sinks, {sinks == 0 ? 0 : heads[0]});
     args.between(0, int64_t{1} << 31, "the reach of the bias", bias_reach);
     args.require(bias == 0 || each.cache == Operation::NO_CACHE, "a bias is for attention without a cache");
     each.bias = args.array<const float>("bias", bias, {bias == 0 ? 0 : heads[0], 2 * bias_reach + 1});
@@ -240,7 +242,7 @@ static void bind_program(nb::module_ &m) {
         .def("__init__", &init_operations, "dtype"_a, "width"_a)
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
-             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "bias"_a, "bias_reach"_a,
+             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "bias"_a, "bias_reach"_a,
              "down"_a.none(), "router"_a.none(), "num_chosen"_a, "is_normalised"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)

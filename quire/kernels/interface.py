@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.sampling import Draws
-from quire.program.operations import Activation, Program, Routing
+from quire.program.operations import Activation, Gating, Program, Routing
 
 InputFormat = Literal["int8", "fp8", "float"]
 """What the inputs of a quantized weight are multiplied as."""
@@ -168,7 +168,7 @@ class Weights:
     """[V, H] of the tokens, whose dtype is that of all activations, and [positions,
     H] if there are learned positions."""
     vectors: tuple[Tensor, ...]
-    """Weights and biases of norms."""
+    """Weights and biases of norms, and sinks of attention."""
     ropes: tuple[Tensor, ...]
     """As `Kernels.rope` takes them, halves paired; each has `max_model_len` positions."""
     max_model_len: int
@@ -224,7 +224,7 @@ class Kernels(Protocol):
         unrounded."""
         ...
 
-    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Gating) -> Tensor:
         """`activation(x @ gate.T) * (x @ up.T) -> [T, F]` in x's dtype, where weight [2 * F, K] is
         gate, then up (and so is its bias). The products are float32 throughout and the result is
         rounded once.
@@ -304,8 +304,9 @@ class Kernels(Protocol):
         """Elementwise activation."""
         ...
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """`activation(gate) * up` where gate_up is [T, 2 * F], gate first -> [T, F]."""
+    def gated(self, gate_up: Tensor, activation: Gating) -> Tensor:
+        """`activation(gate) * up` where gate_up is [T, 2 * F], gate first -> [T, F]; see
+        `Gating` for one that changes both."""
         ...
 
     def choose_experts(self, logits: Tensor, routing: Routing) -> ExpertChoice:
@@ -323,7 +324,7 @@ class Kernels(Protocol):
         up: PackedLinear,
         down: PackedLinear,
         choice: ExpertChoice,
-        activation: Activation,
+        activation: Gating,
     ) -> Tensor:
         """Return `sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t]))`, [T, H],
         in x's dtype.
@@ -378,6 +379,7 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads,
         D], contiguous.
@@ -386,9 +388,11 @@ class Kernels(Protocol):
 
         `window` limits a query at position p to keys at positions above `p - window`; what is
         behind the windows of all queries of a sequence is not read. `soft_cap`
-        replaces a score s by `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned
-        to absolute positions, never to blocks, so that the block size does not change a bit of the
-        result.
+        replaces a score s by `soft_cap * tanh(s / soft_cap)` before masking. `sinks`, floats
+        [heads], are scores that join the softmax of every query of their head, neither scaled nor
+        capped, and have no value: the weights of keys add up to less than one (Xiao et al.,
+        arXiv:2309.17453, as gpt-oss learns them). KV tiles are aligned to absolute positions, never
+        to blocks, so that the block size does not change a bit of the result.
         """
         ...
 

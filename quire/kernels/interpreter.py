@@ -156,7 +156,7 @@ class Interpreter:
             case ops.PrepareHeads(parts=parts):
                 return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
             case ops.Attend(
-                heads=heads, cache=cache, scale=scale, window=window, soft_cap=soft_cap
+                heads=heads, cache=cache, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
             ):
                 queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)[
                     :, : heads.num_queries
@@ -168,6 +168,7 @@ class Interpreter:
                     scale=scale,
                     window=window,
                     soft_cap=soft_cap,
+                    sinks=None if sinks is None else weights.vectors[sinks],
                 )
                 return attended.flatten(1)
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.models.rope import RopeSpec
-from quire.program.operations import Activation, Routing
+from quire.program.operations import Gating, Routing
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -30,6 +30,7 @@ class StackedPlace(NamedTuple):
     shape: tuple[int, ...]
     """Of the stored tensor; its leading dimensions together are rows."""
     first_row: int
+    """Of those rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class TensorSpec:
     """The first of this tensor's rows within the stored one."""
     stored_rows: int | None = None
     """Rows of the stored tensor where it holds more than this one (fused weights)."""
+    row_step: int = 1
+    """From one of this tensor's rows to its next one, within the stored tensor."""
     centre: float = 0.0
     """What the values scatter around when they are made up (dummy weights)."""
     other_place: StackedPlace | None = None
@@ -118,6 +121,8 @@ class AttentionSpec:
     window: int | None = None
     """A query at position p sees the keys at positions above p - window."""
     soft_cap: float | None = None
+    sinks: TensorSpec | None = None
+    """[query heads]: scores of their own, without a value, that join each softmax."""
     is_causal: bool = True
     """Else a query sees all keys of its text, in a window those before and behind it; nothing is
     cached."""
@@ -143,7 +148,7 @@ class MlpSpec:
     gate: LinearSpec | None
     up: LinearSpec
     down: LinearSpec
-    activation: Activation
+    activation: Gating
 
     @property
     def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:

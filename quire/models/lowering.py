@@ -34,7 +34,7 @@ class Parameters:
     tables: tuple[TensorSpec, ...]
     """Of embeddings; the tokens' is the first."""
     vectors: tuple[TensorSpec, ...]
-    """Weights and biases of norms."""
+    """Weights and biases of norms, and sinks of attention."""
     ropes: tuple[RopeSpec, ...]
     biases: tuple[PositionBiasSpec, ...] = ()
 
@@ -148,7 +148,10 @@ class _Lowering:
         self._num_caches += 1
         x = self._emit(ops.WriteKV((x,), row(), heads, cache))
         out = (self._value(heads.query_width),)
-        x = self._emit(ops.Attend((x,), out, heads, cache, spec.scale, spec.window, spec.soft_cap))
+        sinks = None if spec.sinks is None else self._vector(spec.sinks)
+        x = self._emit(
+            ops.Attend((x,), out, heads, cache, spec.scale, spec.window, spec.soft_cap, sinks)
+        )
         return self._linear(x, spec.output)
 
     def _mlp(self, spec: MlpSpec, x: int) -> int:
@@ -159,7 +162,9 @@ class _Lowering:
             )
         else:
             x = self._emit(
-                ops.Activate((self._linear(x, spec.up),), (self._value(width),), spec.activation)
+                ops.Activate(
+                    (self._linear(x, spec.up),), (self._value(width),), ops.unary(spec.activation)
+                )
             )
         return self._linear(x, spec.down)
 

@@ -14,6 +14,7 @@ from quire.models.dimensions import read_num_labels
 from quire.models.gemma2 import declare_gemma2
 from quire.models.gemma3 import declare_gemma3
 from quire.models.gpt2 import declare_gpt2
+from quire.models.gpt_oss import declare_gpt_oss
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
 from quire.models.mixtral import declare_mixtral
@@ -33,6 +34,7 @@ Declare = Callable[[ConfigReader], DecoderSpec]
 DECODERS: dict[str, Declare] = {
     "Gemma2": declare_gemma2,
     "Gemma3": declare_gemma3,
+    "GptOss": declare_gpt_oss,
     "Llama": declare_llama,
     "Mistral": declare_mistral,
     "Mixtral": declare_mixtral,

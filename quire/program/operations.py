@@ -15,14 +15,33 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""A function of one number."""
+Gating = Literal["silu", "gelu", "gelu_tanh", "clamped_swish"]
+"""What becomes of gate and up: `activation(gate) * up`, or, with `clamped_swish` (gpt-oss),
+`swish(min(gate, 7)) * (clamp(up, -7, 7) + 1)`, where `swish(x)` is `x * sigmoid(1.702 x)`."""
 
 
 def activation_code(activation: str) -> int:
     """Return an activation's number in all back ends; ValueError where it has none."""
-    names: tuple[str, ...] = get_args(Activation)
-    if activation not in names:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(names)}")
-    return names.index(activation)
+    return _place(activation, get_args(Activation))
+
+
+def gating_code(gating: str) -> int:
+    """Return the same number, or that of a gating of both sides."""
+    return _place(gating, get_args(Gating))
+
+
+def unary(gating: Gating) -> Activation:
+    """Return a gating as an activation; ValueError where it is one of both sides alone."""
+    if gating == "clamped_swish":
+        raise ValueError(f"activation {gating!r} needs a gate")
+    return gating
+
+
+def _place(name: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"activation {name!r} is not one of {', '.join(names)}")
+    return names.index(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +115,7 @@ class GatedLinear(Operation):
     outputs before the other ones."""
 
     weight: int
-    activation: Activation
+    activation: Gating
     is_adaptable: bool = False
     """Rows that use an adapter get what it adds to both products, in float32,
     before the activation."""
@@ -126,7 +145,7 @@ class Experts(Operation):
     inner: int
     """Width of an expert's activation."""
     routing: Routing
-    activation: Activation
+    activation: Gating
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +254,8 @@ class Attend(Operation):
     scale: float
     window: int | None
     soft_cap: float | None
+    sinks: int | None = None
+    """The vector with a score of each head that joins every softmax and has no value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.small_files import is_file, read_object
 from quire.errors import CheckpointError
-from quire.models.declaration import DecoderSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, StackedPlace, TensorSpec
 from quire.weights.source import WeightSource
 from quire.weights.tensor_file import StoredTensor, TensorFile
 
@@ -31,7 +31,9 @@ SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
 _FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 FLOAT_DTYPES = frozenset(_FLOAT_DTYPES)
-_DTYPES = _FLOAT_DTYPES | {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
+_DTYPES = _FLOAT_DTYPES | {
+    "U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn",
+}  # fmt: skip
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -62,6 +64,8 @@ class ExpectedTensor(NamedTuple):
     dtypes: frozenset[str] = FLOAT_DTYPES
     """As the files call them."""
     is_optional: bool = False
+    place: StackedPlace | None = None
+    """Where checkpoints keep it that do not have `name`."""
 
 
 Layout = Mapping[str, tuple[ExpectedTensor, ...]]
@@ -103,7 +107,9 @@ class SafetensorsCheckpoint(WeightSource):
         file, stored = self._stored[name]
         try:
             if tensor.is_transposed:
-                _read_columns(file, stored, out, tensor.first_row)
+                _read_columns(file, stored, out, tensor.first_row, tensor.row_step)
+            elif tensor.row_step > 1:
+                out.copy_(read_stored(file, stored)[tensor.first_row :: tensor.row_step])
             else:
                 fill_rows(file, stored, out, tensor.first_row)
             self.check_unchanged(file)
@@ -115,7 +121,7 @@ class SafetensorsCheckpoint(WeightSource):
     def locate(self, tensor: TensorSpec) -> StoredRows | None:
         """Return where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
         file, stored = self._stored[self._name(tensor)]
-        if tensor.is_transposed or len(stored.shape) != 2:
+        if tensor.is_transposed or tensor.row_step > 1 or len(stored.shape) != 2:
             return None
         row_bytes = stored.num_bytes // stored.shape[0]
         return StoredRows(file, stored.start + tensor.first_row * row_bytes, stored.dtype)
@@ -203,8 +209,8 @@ class SafetensorsCheckpoint(WeightSource):
     def _find_stacked(self, spec: DecoderSpec) -> None:
         """Give matrices that lie among others in one tensor their own names, and forget that."""
         opened = set()
-        for tensor in spec.tensors:
-            place, name = tensor.other_place, self._name(tensor)
+        for tensor in self._expected(spec):
+            place, name = tensor.place, tensor.name.removeprefix(self._prefix)
             if place is None or name in self._stored:
                 continue
             other = place.name.removeprefix(self._prefix)
@@ -216,9 +222,9 @@ class SafetensorsCheckpoint(WeightSource):
                     f"{self._folder}: {other} is {list(stored.shape)}, config.json implies "
                     f"{list(place.shape)}"
                 )
-            row_bytes = stored.num_bytes // math.prod(stored.shape[:-1])
-            start = stored.start + place.first_row * row_bytes
-            held = StoredTensor(stored.dtype, tensor.shape, start, tensor.shape[0] * row_bytes)
+            element, shape = stored.num_bytes // math.prod(stored.shape), tensor.shapes[0]
+            start = stored.start + place.first_row * stored.shape[-1] * element
+            held = StoredTensor(stored.dtype, shape, start, math.prod(shape) * element)
             self._stored[name] = file, held
             opened.add(other)
         for name in opened:
@@ -270,7 +276,8 @@ class SafetensorsCheckpoint(WeightSource):
     def _expected(self, spec: DecoderSpec) -> Iterator[ExpectedTensor]:
         for tensor in spec.tensors:
             yield from self._layout.get(
-                tensor.name, (ExpectedTensor(tensor.name, (tensor.stored_shape,)),)
+                tensor.name,
+                (ExpectedTensor(tensor.name, (tensor.stored_shape,), place=tensor.other_place),),
             )
 
     def _mismatch(self, name: str, expected: ExpectedTensor) -> str:
@@ -308,18 +315,21 @@ def fill_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: in
         part.copy_(values, non_blocking=True)  # torch keeps pinned memory until its copy is done
 
 
-def _read_columns(file: TensorFile, stored: StoredTensor, out: Tensor, first_column: int) -> None:
-    """Columns of a stored matrix [K, N], from `first_column` on, into the rows of `out` [rows,
-    K]."""
+def _read_columns(
+    file: TensorFile, stored: StoredTensor, out: Tensor, first_column: int, step: int
+) -> None:
+    """Columns of a stored matrix [K, N], every `step`th from `first_column` on, into the rows of
+    `out` [rows, K]."""
     num_rows, num_columns = stored.shape
     row_bytes = stored.num_bytes // num_rows
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for first in range(0, num_rows, step):
-        last = min(first + step, num_rows)
+    last_column = first_column + step * (out.shape[0] - 1) + 1
+    num_at_once = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, num_rows, num_at_once):
+        last = min(first + num_at_once, num_rows)
         values = _read_values(
             file, stored, (last - first, num_columns), stored.start + first * row_bytes
         )
-        out[:, first:last].copy_(values[:, first_column : first_column + out.shape[0]].T)
+        out[:, first:last].copy_(values[:, first_column:last_column:step].T)
 
 
 def read_stored(file: TensorFile, stored: StoredTensor) -> Tensor:

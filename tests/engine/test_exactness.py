@@ -147,6 +147,14 @@ EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+SINKS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 9,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "sliding_window": 24,
+    "num_hidden_layers": 4,
+}
 NUMBERS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -156,6 +164,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "experts": {"dtype": "bfloat16", "hf_overrides": EXPERTS},
     "int4 experts": {"dtype": "bfloat16", "quantization": "int4", "hf_overrides": EXPERTS},
+    "sinks, windows": {"dtype": "bfloat16", "hf_overrides": SINKS},
 }
 """What is computed with: options of the engine."""
 # its first 256 tokens
@@ -522,7 +531,7 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
     ].row_bytes(16)
     llm = AsyncLLM(
         str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes,
-        **NUMBERS[numbers], num_threads=1, max_num_seqs=6, max_model_len=200, device=DEVICE,
+        **NUMBERS[numbers], num_threads=1, max_num_seqs=6, max_model_len=100, device=DEVICE,
     )  # fmt: skip
 
     async def ask(name: str) -> tuple[str, tuple[Any, ...] | None]:

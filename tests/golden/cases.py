@@ -292,7 +292,7 @@ def _interpreted() -> dict[str, Case]:
     chosen = {
         "llama": _F32, "gemma2": _F32, "gemma3": _BF16, "gpt2": _BF16,
         "qwen3": _BF16 | {"kv_cache_dtype": "int8"}, "phi3": _F32 | {"quantization": "int4"},
-        "olmo2": _F32 | {"kv_cache_dtype": "fp8"}, "gptq": _F32,
+        "olmo2": _F32 | {"kv_cache_dtype": "fp8"}, "gptq": _F32, "gpt oss": _F32,
     }  # fmt: skip
     return {
         f"{name}, interpreted": Case(name, options, [_FEW], ("triton",))

@@ -134,6 +134,10 @@ CONFIGS: dict[str, Config] = {
     "olmoe": _SIZES
     | {"architectures": ["OlmoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3}
     | {"torch_dtype": "bfloat16"},
+    "gpt oss": _SIZES
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 3}
+    | {"sliding_window": 24, "num_hidden_layers": 3, "attention_bias": True}
+    | {"rope_scaling": _YARN | {"truncate": False}},
     "olmo2": _SIZES
     | {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5, "torch_dtype": "bfloat16"},
 }
@@ -208,7 +212,8 @@ def _projections(config: Config, layer: int) -> Iterator[tuple[str, Shape]]:
     sizes |= {"self_attn.o": (hidden, query), "mlp.down": (hidden, ffn)}
     if "num_experts_per_tok" in config and layer not in config.get("mlp_only_layers", ()):
         sizes = {name: shape for name, shape in sizes.items() if not name.startswith("mlp")}
-        yield from _experts(config)
+        is_gpt_oss = config["architectures"] == ["GptOssForCausalLM"]
+        yield from _stacked_experts(config) if is_gpt_oss else _experts(config)
     is_qwen2 = config["architectures"][0].startswith("Qwen2")
     for name, shape in sizes.items():
         yield f"{name}_proj.weight", shape
@@ -235,6 +240,19 @@ def _experts(config: Config) -> Iterator[tuple[str, Shape]]:
         for name, shape in zip(names, ((shared, hidden),) * 2 + ((hidden, shared),), strict=True):
             yield f"{at}.shared_expert.{name}.weight", shape
         yield f"{at}.shared_expert_gate.weight", (1, hidden)
+
+
+def _stacked_experts(config: Config) -> Iterator[tuple[str, Shape]]:
+    """Of gpt-oss, and the sinks of attention: matrices are stored [inputs, outputs]."""
+    hidden, inner, count = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts")
+    )
+    yield "self_attn.sinks", (config["num_attention_heads"],)
+    yield "mlp.router.weight", (count, hidden)
+    yield "mlp.router.bias", (count,)
+    for name, inputs, outputs in (("gate_up", hidden, 2 * inner), ("down", inner, hidden)):
+        yield f"mlp.experts.{name}_proj", (count, inputs, outputs)
+        yield f"mlp.experts.{name}_proj_bias", (count, outputs)
 
 
 def _norms(config: Config) -> Iterator[tuple[str, Shape]]:

@@ -214,6 +214,27 @@ FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
         "Qwen--Qwen3-30B-A3B.json",
         {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
     ),
+    "gpt_oss": (
+        "openai--gpt-oss-20b.json",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "sliding_window": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "experts_per_token": 3,
+            "intermediate_size": 48,
+            "initial_context_length": 32,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+        },
+    ),
     "olmoe": (
         None,
         {
@@ -243,6 +264,7 @@ def tiny_config(shared: Path, family: str) -> dict[str, object]:
     if "head_dim" in base:
         tiny["head_dim"] = 16
     config = base | tiny | changes
+    config.pop("quantization_config", None)  # tests/quant
     if "num_attention_heads" in changes:
         config |= {"hidden_size": 16 * changes["num_attention_heads"], "head_dim": 16}  # type: ignore[operator]
     return config

@@ -20,4 +20,17 @@ QINLINE Vec apply(Vec x) {
     }
 }
 
+// What a gate makes of the other product: activation(gate) * up, but where the activation says otherwise.
+template <Activation A>
+QINLINE Vec gated_product(Vec gate, Vec up) {
+    if constexpr (A == Activation::clamped_swish) {  // g / (1 + exp(-1.702 g)) (u + 1), both limited; keeps what is not a number
+        const Vec most = broadcast(7.0f), least = broadcast(-7.0f), one = broadcast(1.0f);
+        const Vec g = where_less(most, gate, most, gate);
+        const Vec limited = where_less(most, up, most, up), u = where_less(limited, least, least, limited);
+        return mul(div(g, add(one, exp(mul(g, broadcast(-1.702f))))), add(u, one));
+    } else {
+        return mul(apply<A>(gate), up);
+    }
+}
+
 }  // namespace quire::QUIRE_ISA

@@ -232,6 +232,14 @@ static T *out_row(const AttentionProblem &problem, const RowWalk &walk) {
     return static_cast<T *>(problem.out) + (walk.row() * problem.num_heads + walk.query_head()) * problem.cache.head_size;
 }
 
+// What a row's outputs are multiplied by where a score without a value joins its total: once, when all keys have. Either of
+// the two scores may be far above the other.
+static Vec share_beside(float sink, float max_seen, float total) {
+    const float score = sink * LOG2_E, highest = max_seen < score ? score : max_seen;
+    const Vec keys = exp2(broadcast(max_seen - highest)), own = exp2(broadcast(score - highest));
+    return div(keys, fma(broadcast(total), keys, own));
+}
+
 template <typename T>
 static void store_rows(const AttentionProblem &problem, const AttentionTask &task, const States &states,
                        int64_t padded) {
@@ -240,7 +248,9 @@ static void store_rows(const AttentionProblem &problem, const AttentionTask &tas
     for (int64_t r = 0; r < task.num_rows(); ++r, walk.step()) {
         ahead.step([&](const RowWalk &at) { return out_row<T>(problem, at); }, problem.cache.head_size);
         T *to = out_row<T>(problem, walk);
-        const Vec inverse = broadcast(1.0f / reduce_add(load(states.total + r * LANES)));
+        const float total = reduce_add(load(states.total + r * LANES));
+        const Vec inverse = problem.sinks == nullptr ? broadcast(1.0f / total)
+                                                     : share_beside(problem.sinks[walk.query_head()], states.max[r], total);
         for (int64_t d = 0; d < problem.cache.head_size; d += LANES) {
             store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.cache.head_size - d);
         }

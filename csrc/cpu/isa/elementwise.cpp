@@ -234,7 +234,7 @@ static void gated_rows(const T *gate_up, T *out, int64_t width, int64_t first, i
         T *to = out + r * width;
         for (int64_t i = 0; i < width; i += LANES) {
             const int64_t left = width - i;
-            store_up_to(to + i, mul(apply<A>(load_up_to(gate + i, left)), load_up_to(up + i, left)), left);
+            store_up_to(to + i, gated_product<A>(load_up_to(gate + i, left), load_up_to(up + i, left)), left);
         }
     }
 }
@@ -248,6 +248,8 @@ static void activate_as(const T *x, T *out, Activation activation, int64_t first
             return activate_span<T, Activation::gelu>(x, out, first, last);
         case Activation::gelu_tanh:
             return activate_span<T, Activation::gelu_tanh>(x, out, first, last);
+        case Activation::clamped_swish:
+            __builtin_unreachable();  // refused by the callers
     }
 }
 
@@ -260,6 +262,8 @@ static void gated_as(const T *gate_up, T *out, Activation activation, int64_t wi
             return gated_rows<T, Activation::gelu>(gate_up, out, width, first, last);
         case Activation::gelu_tanh:
             return gated_rows<T, Activation::gelu_tanh>(gate_up, out, width, first, last);
+        case Activation::clamped_swish:
+            return gated_rows<T, Activation::clamped_swish>(gate_up, out, width, first, last);
     }
 }
 

@@ -275,7 +275,7 @@ static void store_gated_as(const float *gate, const float *up, const float *gate
     for (int64_t r = 0; r < out.num_rows; ++r, gate += GROUP_WIDTH, up += GROUP_WIDTH) {
         T *to = static_cast<T *>(out.data) + r * out.stride + out.first;
         for (int64_t i = 0; i < out.width; i += LANES) {
-            const Vec value = mul(apply<A>(biased(gate, gate_bias, i, out.width)), biased(up, up_bias, i, out.width));
+            const Vec value = gated_product<A>(biased(gate, gate_bias, i, out.width), biased(up, up_bias, i, out.width));
             store_up_to(to + i, value, out.width - i);
         }
     }
@@ -300,6 +300,8 @@ void store_gated(const float *gate, const float *up, const float *gate_bias, con
             return store_gated_with<Activation::gelu>(gate, up, gate_bias, up_bias, out);
         case Activation::gelu_tanh:
             return store_gated_with<Activation::gelu_tanh>(gate, up, gate_bias, up_bias, out);
+        case Activation::clamped_swish:
+            return store_gated_with<Activation::clamped_swish>(gate, up, gate_bias, up_bias, out);
     }
 }
 

@@ -108,7 +108,7 @@ struct Gated {
     QINLINE void put(const Finish &finish, int64_t row, const Vec (&sums)[2]) {
         T *to = place_of<T>(finish, row);
         constexpr uint32_t ALL = (1u << PANEL) - 1;
-        store(to, mul(apply<A>(biased(finish, sums[0], 0, ALL)), biased(finish, sums[1], 1, ALL)));
+        store(to, gated_product<A>(biased(finish, sums[0], 0, ALL), biased(finish, sums[1], 1, ALL)));
     }
 };
 
@@ -128,8 +128,10 @@ static FinishRows gated_of(Activation activation) {
             return finish_rows<Sums, Gated<T, Activation::silu>>;
         case Activation::gelu:
             return finish_rows<Sums, Gated<T, Activation::gelu>>;
-        default:
+        case Activation::gelu_tanh:
             return finish_rows<Sums, Gated<T, Activation::gelu_tanh>>;
+        default:
+            return finish_rows<Sums, Gated<T, Activation::clamped_swish>>;
     }
 }
 

@@ -35,6 +35,8 @@ class AttentionNeeds:
     is_invariant: bool
     has_windows: bool = False
     """Whether blocks behind a window are given back while their sequence runs."""
+    has_sinks: bool = False
+    """Whether scores without a value join the softmax."""
 
 
 def is_installed(module: str) -> bool:
@@ -69,6 +71,8 @@ def reasons_against(
         )
     if needs.has_windows:
         reasons.append("may read blocks behind a window, which are given back")
+    if needs.has_sinks:
+        reasons.append("used without attention sinks alone")
     if name == "flashinfer" and (odd := sorted(needs.head_sizes.difference(_FLASHINFER_HEADS))):
         reasons.append(f"has no heads of {odd[0]}")
     if name == "flash-attention" and (

@@ -500,6 +500,7 @@ class _Resolver:
             self.gpu.capability,
             is_invariant=self.config.batch_invariant,
             has_windows=layout.windows != (None,),
+            has_sinks=any(each.sinks is not None for each in self.spec.attentions),
         )
         name, reason = attention.choose(wish, needs)
         self._note("attention_backend", name, reason)

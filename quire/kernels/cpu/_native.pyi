@@ -223,6 +223,7 @@ def paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: int,
     /,
 ) -> None: ...
 def bidirectional_attention(
@@ -379,6 +380,7 @@ class Operations:
         scale: float,
         soft_cap: float,
         window: int,
+        sinks: int,
         bias: int,
         bias_reach: int,
         down: LinearWeight | None,

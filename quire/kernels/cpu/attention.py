@@ -84,6 +84,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels.paged_attention`; the query may be a view whose last two
     dimensions are contiguous."""
@@ -106,6 +107,7 @@ def paged_attention(
             f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None"
         )
     num_sequences = check_batch(batch)
+    wide_sinks = None if sinks is None else native_sinks(sinks, num_heads)
     out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
     _native.paged_attention(
         query_data,
@@ -129,8 +131,15 @@ def paged_attention(
         scale,
         window or 0,
         soft_cap or 0.0,
+        0 if wide_sinks is None else address(wide_sinks, "sinks"),
     )
     return out
+
+
+def native_sinks(sinks: Tensor, num_heads: int) -> Tensor:
+    """Return sinks as the extension takes them, float32 [heads]; the caller keeps them alive."""
+    require(sinks.shape == (num_heads,), f"attention: expected sinks [{num_heads}]", sinks)
+    return sinks.float().contiguous()
 
 
 def bidirectional_attention(

@@ -16,7 +16,7 @@ from quire.kernels.cpu.checks import (
 )
 from quire.kernels.cpu.linear import PackedTable
 from quire.kernels.interface import EmbeddingTable
-from quire.program.operations import Activation, activation_code
+from quire.program.operations import Activation, Gating, activation_code, gating_code
 
 
 def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
@@ -123,14 +123,14 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated(gate_up: Tensor, activation: Gating) -> Tensor:
     """`activation(gate) * up`: gate_up [T, 2 * F], gate first -> [T, F]."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gated: gate_up is {list(gate_up.shape)}; expected [T, 2 * F]")
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype)
     source, code = address(gate_up, "gate_up"), float_code(gate_up, "gate_up")
-    _native.gated(source, out.data_ptr(), code, activation_code(activation), num_rows, width)
+    _native.gated(source, out.data_ptr(), code, gating_code(activation), num_rows, width)
     return out
 
 

@@ -11,7 +11,7 @@ from quire.kernels.cpu.checks import address, float_code
 from quire.kernels.cpu.linear import CpuLinear
 from quire.kernels.experts import check_choice, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
-from quire.program.operations import Activation, Routing, activation_code
+from quire.program.operations import Gating, Routing, gating_code
 
 PANEL = 16
 """Outputs of a packed weight that only go together (csrc/cpu/weight.hpp)."""
@@ -45,7 +45,7 @@ def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
 
 
 def apply_experts(
-    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Activation
+    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
 ) -> Tensor:
     """See `Kernels.apply_experts`; widths as `reasons_against` says."""
     num_experts = count_experts(x, up, down, choice)
@@ -60,7 +60,7 @@ def apply_experts(
         up.native,
         down.native,
         num_experts,
-        activation_code(activation),
+        gating_code(activation),
         address(choice.ids, "ids"),
         address(choice.weights, "weights"),
         choice.ids.shape[1],

@@ -26,7 +26,7 @@ from quire.kernels.cpu.checks import (
 from quire.kernels.host_memory import empty_bytes
 from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.kernels.sampling import Draws
-from quire.program.operations import Activation, activation_code
+from quire.program.operations import Gating, gating_code
 
 LAYOUT_VERSION: str = _native.WEIGHT_LAYOUT
 """Bytes packed under another version cannot be read."""
@@ -240,7 +240,7 @@ def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> 
     return out
 
 
-def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+def gated_linear(x: Tensor, weight: PackedLinear, activation: Gating) -> Tensor:
     """`activation(gate) * up -> [T, F]` of a weight [2 * F, K];
     the sums are never rounded in between."""
     packed = _checked(x, weight)
@@ -251,7 +251,7 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
         )
     num_rows, dtype = x.shape[0], float_code(x, "x")
     out = torch.empty((num_rows, packed.num_outputs // 2), dtype=x.dtype)
-    code = activation_code(activation)
+    code = gating_code(activation)
     _native.linear_gated(
         packed.native, code, address(x, "x"), dtype, num_rows, out.data_ptr(), dtype
     )

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _native, experts
-from quire.kernels.cpu.attention import MAX_HEAD_SIZE, bias_address, check_batch, native_cache
+from quire.kernels.cpu.attention import (
+    MAX_HEAD_SIZE,
+    bias_address,
+    check_batch,
+    native_cache,
+    native_sinks,
+)
 from quire.kernels.cpu.checks import (
     FLOAT_CODES,
     address,
@@ -33,7 +39,7 @@ from quire.kernels.interpreter import rounded
 from quire.kernels.lora import StepAdapters
 from quire.program import operations as ops
 from quire.program.arena import place_values
-from quire.program.operations import Program, activation_code
+from quire.program.operations import Program, activation_code, gating_code
 from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 KINDS: dict[type[ops.Operation], int] = {
@@ -45,7 +51,7 @@ KINDS: dict[type[ops.Operation], int] = {
 NO_FIELDS: dict[str, Any] = {
     "table": None, "of_positions": False, "factor": 1.0, "norm": None, "key_norm": None,
     "weight": None, "first_output": 0, "number": -1, "activation": 0, "heads": (0, 0, 1), "rope": 0,
-    "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0,
+    "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0, "sinks": 0,
     "bias": 0, "bias_reach": 0,
     "down": None, "router": None, "num_chosen": 0, "is_normalised": False,
 }  # fmt: skip
@@ -83,8 +89,11 @@ class NativeProgram:
     def __init__(self, program: Program, weights: Weights) -> None:
         self._weights = weights  # keeps the memory alive that the native operations point to
         self._width, self._dtype = program.widths[program.result], weights.tables[0].dtype
-        whole = _Writer(_fused(program), weights).written()
-        wanted = _Writer(_fused(select_wanted(program, PANEL)), weights).written()
+        writers = [
+            _Writer(_fused(each), weights) for each in (program, select_wanted(program, PANEL))
+        ]
+        whole, wanted = (writer.written() for writer in writers)
+        self._held = [tensor for writer in writers for tensor in writer.held]  # likewise
         num_positions = min(
             [weights.max_model_len, *(table.shape[0] for table in weights.tables[1:])]
         )
@@ -154,6 +163,8 @@ class _Writer:
     def __init__(self, program: Program, weights: Weights) -> None:
         self._program, self._weights = program, weights
         self._dtype = weights.tables[0].dtype
+        self.held: list[Tensor] = []
+        """What was made for the operations to point to."""
 
     def written(self) -> _native.Operations:
         program = self._program
@@ -194,7 +205,7 @@ class _Writer:
             case ops.GatedLinear(weight=weight, activation=activation, is_adaptable=is_adaptable):
                 return {
                     "weight": self._linear_weight(weight),
-                    "activation": activation_code(activation),
+                    "activation": gating_code(activation),
                     "number": weight if is_adaptable else -1,
                 }
             case ops.Experts():
@@ -204,12 +215,13 @@ class _Writer:
             case ops.PrepareHeads():
                 return self._preparation(operation)
             case ops.Attend(
-                heads=heads, cache=cache, scale=scale, soft_cap=soft_cap, window=window
+                heads=heads, cache=cache, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks
             ):
-                return {
+                fields = {
                     "heads": heads.sizes, "cache": cache, "scale": scale,
                     "soft_cap": soft_cap or 0.0, "window": window or 0,
                 }  # fmt: skip
+                return fields if sinks is None else fields | {"sinks": self._sinks(sinks, heads)}
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
                 fields = {"heads": heads.sizes, "scale": scale, "window": window or 0}
                 if bias is None:
@@ -243,7 +255,7 @@ class _Writer:
             "down": self._linear_weight(operation.down),
             "num_chosen": operation.routing.num_chosen,
             "is_normalised": operation.routing.is_normalised,
-            "activation": activation_code(operation.activation),
+            "activation": gating_code(operation.activation),
         }
 
     def _linear_weight(self, index: int) -> _native.LinearWeight:
@@ -253,6 +265,10 @@ class _Writer:
                 f"step: a weight was packed by another back end ({type(weight).__name__})"
             )
         return weight.native
+
+    def _sinks(self, index: int, heads: ops.Heads) -> int:
+        self.held.append(native_sinks(self._weights.vectors[index], heads.num_queries))
+        return address(self.held[-1], "sinks")
 
     def _rope(self, index: int, head_dim: int) -> Tensor:
         table, length = self._weights.ropes[index], self._weights.max_model_len

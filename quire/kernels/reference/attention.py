@@ -72,6 +72,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with one query row at a time over the keys it can see,
     so nothing else in the batch can reach its arithmetic."""
@@ -86,7 +87,7 @@ def paged_attention(
             first = 0 if window is None else max(0, last - window + 1)
             seen = slice(first, last + 1)
             out[row] = _attend(
-                query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap
+                query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap, sinks
             ).to(out.dtype)
     return out
 
@@ -130,7 +131,12 @@ def _gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Query [heads, D] against keys and values [KV heads, n, D],
     each KV head serving heads / KV heads query heads."""
@@ -138,5 +144,7 @@ def _attend(
     scores = (grouped.unsqueeze(2) * keys.unsqueeze(1)).sum(-1) * scale  # [KV heads, group, n]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
     return (weights.unsqueeze(-1) * values.unsqueeze(1)).sum(2).view_as(query)

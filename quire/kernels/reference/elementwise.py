@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.interface import EmbeddingTable
-from quire.program.operations import Activation
+from quire.program.operations import Activation, Gating
 
 
 def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
@@ -61,9 +61,13 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return _activation(x.float(), activation).to(x.dtype)
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated(gate_up: Tensor, activation: Gating) -> Tensor:
     """`activation(gate) * up`, in float32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "clamped_swish":
+        gate = gate.clamp(max=7.0)
+        swish = gate / (1.0 + torch.exp(-1.702 * gate))
+        return (swish * (up.clamp(-7.0, 7.0) + 1.0)).to(gate_up.dtype)
     return (_activation(gate, activation) * up).to(gate_up.dtype)
 
 

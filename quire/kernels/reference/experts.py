@@ -12,7 +12,7 @@ from quire.kernels.interface import ExpertChoice, PackedLinear
 from quire.kernels.reference import linear
 from quire.kernels.reference.linear import ReferenceLinear, ReferenceQuantizedLinear
 from quire.kernels.reference.sampling import best_first
-from quire.program.operations import Activation, Routing
+from quire.program.operations import Gating, Routing
 
 
 def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
@@ -31,7 +31,7 @@ def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
 
 
 def apply_experts(
-    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Activation
+    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
 ) -> Tensor:
     """See `Kernels.apply_experts`."""
     num_experts = count_experts(x, up, down, choice)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.kernels.reference import elementwise
 from quire.kernels.reference.sampling import ReferenceSampling
-from quire.program.operations import Activation
+from quire.program.operations import Gating
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> 
     return out
 
 
-def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+def gated_linear(x: Tensor, weight: PackedLinear, activation: Gating) -> Tensor:
     """`linear` without rounding, then `gated`, then rounded: [T, K] -> [T, F] of a weight [2 * F,
     K]."""
     if weight.num_outputs % 2:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.kernels.interface import AttentionBatch, SharedPrefixes
-from quire.kernels.triton.checks import check_attention, launch_options
+from quire.kernels.triton.checks import check_attention, check_sinks, launch_options
 from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
 from quire.kernels.triton.tuning import AttentionTuning, Tile, Tuning
 
@@ -73,6 +73,20 @@ def merge(row_max, total, sums, other_max, other_total, other_sums):
     total = total * weight + other_total * other_weight
     sums = sums * weight[:, None] + other_sums * other_weight[:, None]
     return top, total, sums
+
+
+@triton.jit
+def finished(row_max, total, sums, sinks, head, is_row, HAS_SINKS: tl.constexpr):
+    """The outputs of rows whose splits are all merged. With HAS_SINKS the score of each row's
+    `head` joins its softmax here, once, as a split with a weight and no sums would."""
+    if HAS_SINKS:
+        score = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        top = tl.maximum(row_max, score)
+        fade = tl.exp2(row_max - top)
+        total = total * fade + tl.exp2(score - top)
+        sums = sums * fade[:, None]
+    total = tl.where(is_row, total, 1.0)
+    return tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
 
 
 @triton.jit
@@ -202,14 +216,14 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
 def attention_kernel(
-    query, key_cache, value_cache, key_scales, value_scales, out, partial_sums, partial_stats,
-    query_start, context_len, block_tables, bounds, num_sequences, num_splits, query_stride,
-    table_stride, block_stride, head_stride, scale, soft_cap, NUM_HEADS: tl.constexpr,
+    query, key_cache, value_cache, key_scales, value_scales, sinks, out, partial_sums,
+    partial_stats, query_start, context_len, block_tables, bounds, num_sequences, num_splits,
+    query_stride, table_stride, block_stride, head_stride, scale, soft_cap, NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_ONE_SPLIT: tl.constexpr,
-    FORMAT: tl.constexpr, PART: tl.constexpr,
+    FORMAT: tl.constexpr, PART: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles, KV heads times tiles of their group, splits (one unless IS_PARTIAL).
 
@@ -298,8 +312,7 @@ def attention_kernel(
                 row_max, total, sums = merge(
                     row_max, total, sums, split_max, split_total, split_sums
                 )
-        total = tl.where(is_row, total, 1.0)
-        result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
+        result = finished(row_max, total, sums, sinks, head, is_row, HAS_SINKS)
         tl.store(
             out + (token * NUM_HEADS + head)[:, None] * HEAD_SIZE + dims[None, :],
             result.to(out.dtype.element_ty),
@@ -309,8 +322,9 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
-    partial_sums, partial_stats, out, num_rows, num_splits, HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
+    partial_sums, partial_stats, sinks, out, num_rows, num_splits, NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits of BLOCK_M rows, a row being a token's head, in ascending order."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -329,8 +343,8 @@ def merge_kernel(
             partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], mask=is_filled, other=0.0
         )
         row_max, total, sums = merge(row_max, total, sums, split_max, split_total, split_sums)
-    total = tl.where(is_row, total, 1.0)
-    result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
+    head = (row % NUM_HEADS).to(tl.int32)
+    result = finished(row_max, total, sums, sinks, head, is_row, HAS_SINKS)
     tl.store(
         out + row[:, None] * HEAD_SIZE + dims[None, :],
         result.to(out.dtype.element_ty),
@@ -348,6 +362,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     has_fp8: bool = False,
 ) -> Tensor:
     """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of
@@ -356,10 +371,14 @@ def paged_attention(
     `has_fp8`: the device has instructions for e4m3.
     """
     check_attention(query, key_cache, value_cache, batch, window, soft_cap, scale, MAX_HEAD_SIZE)
+    if sinks is not None:
+        check_sinks(sinks, query)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not query.shape[0]:
         return out
-    launch = _Launch(query, key_cache, value_cache, out, tuning, scale, window, soft_cap, has_fp8)
+    launch = _Launch(
+        query, key_cache, value_cache, out, tuning, scale, window, soft_cap, sinks, has_fp8
+    )
     num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
     can_be_apart = num_splits > 1 and _partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
     # A batch with very many new tokens shares the reading of a prefix anyway, among those of one
@@ -375,7 +394,7 @@ def paged_attention(
         else:
             launch(shared, num_splits, partials, (shared.shared_len, _BELOW))
             launch(batch, num_splits, partials, (shared.known_len, _FROM))
-        _merge(out, partials, num_splits)
+        _merge(out, partials, num_splits, sinks)
     else:
         launch(batch, num_splits)
     return out
@@ -393,6 +412,7 @@ class _Launch:
     scale: float
     window: int | None
     soft_cap: float | None
+    sinks: Tensor | None
     has_fp8: bool
 
     @property
@@ -444,7 +464,8 @@ class _Launch:
             kernel_view(cache, has_fp8=self.has_fp8) for cache in (self.key_cache, self.value_cache)
         )
         attention_kernel[(*self.grid(num_sequences), 1 if partials is None else num_splits)](
-            query, keys, values, key_scales, value_scales, self.out,
+            query, keys, values, key_scales, value_scales,
+            query if self.sinks is None else self.sinks, self.out,
             *(partials or (self.out, self.out)), batch.query_start, batch.context_len,
             batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),
             batch.block_tables.stride(0), keys.stride(0), keys.stride(1), self.scale,
@@ -454,6 +475,7 @@ class _Launch:
             BLOCK_M=tile.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len,
             WINDOW=self.window or 0, HAS_SOFT_CAP=self.soft_cap is not None,
             IS_PARTIAL=partials is not None, HAS_ONE_SPLIT=num_splits == 1, FORMAT=form, PART=which,
+            HAS_SINKS=self.sinks is not None,
             **launch_options(num_warps=tile.num_warps, num_stages=figures.num_stages),
         )  # fmt: skip
 
@@ -483,11 +505,14 @@ def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
     return sums, torch.empty((*shape[:3], 2), dtype=torch.float32, device=query.device)
 
 
-def _merge(out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int) -> None:
+def _merge(
+    out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int, sinks: Tensor | None
+) -> None:
     num_rows, head_size = out.shape[0] * out.shape[1], out.shape[2]
     block_m = 4
     merge_kernel[(triton.cdiv(num_rows, block_m),)](
-        *partials, out, num_rows, num_splits, HEAD_SIZE=head_size,
+        *partials, out if sinks is None else sinks, out, num_rows, num_splits,
+        NUM_HEADS=out.shape[1], HEAD_SIZE=head_size,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_M=block_m,
-        **launch_options(num_warps=4),
+        HAS_SINKS=sinks is not None, **launch_options(num_warps=4),
     )  # fmt: skip

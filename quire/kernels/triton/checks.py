@@ -105,6 +105,12 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     )
 
 
+def check_sinks(sinks: Tensor, query: Tensor) -> None:
+    """ValueError or TypeError unless there is a score for each head."""
+    check_floats(sinks, "sinks")
+    require(sinks.shape == query.shape[1:2], "paged_attention: expected sinks [heads]", sinks)
+
+
 def check_attention(
     query: Tensor,
     key_cache: Tensor,

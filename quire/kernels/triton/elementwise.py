@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation import activated, gated_product
 from quire.kernels.triton.checks import (
     check_floats,
     check_indices,
@@ -22,7 +22,7 @@ from quire.kernels.triton.checks import (
 )
 from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.unfinished import PartialSums, source_of
-from quire.program.operations import Activation, activation_code
+from quire.program.operations import Activation, Gating, activation_code, gating_code
 
 _BLOCK = 1024
 
@@ -110,7 +110,7 @@ def gated_kernel(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up + (row * 2 + 1) * width + offsets, mask=is_there, other=0.0).to(tl.float32)
     tl.store(
         out + row * width + offsets,
-        (activated(gate, KIND) * up).to(out.dtype.element_ty),
+        gated_product(gate, up, KIND).to(out.dtype.element_ty),
         mask=is_there,
     )
 
@@ -208,14 +208,14 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated(gate_up: Tensor, activation: Gating) -> Tensor:
     """See `Kernels.gated`."""
     check_floats(gate_up, "gate_up")
     require(gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, "gated: expected [T, 2 * F]", gate_up)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out, kind = (
         torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device),
-        activation_code(activation),
+        gating_code(activation),
     )
     if out.numel():
         grid = (num_rows, triton.cdiv(width, _BLOCK))

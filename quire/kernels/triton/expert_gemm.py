@@ -13,9 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation import gated_product
 from quire.kernels.triton.attention import find_sequence
-from quire.kernels.triton.gemm import columns_of, halves_of, sum_chunk
+from quire.kernels.triton.gemm import columns_of, halves_of, sum_chunk, with_bias
 
 
 @triton.jit
@@ -87,12 +87,14 @@ def place_kernel(
 
 @triton.jit
 def expert_kernel(
-    x, weight, out, order, starts, num_experts, num_columns, num_inputs, NUM_CHOICES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, weight, bias, out, order, starts, num_experts, num_columns, num_inputs,
+    NUM_CHOICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of pairs (`find_sequence`), tiles of columns. With an ACTIVATION of 0 or more: x
     [T, K], weight [E, 2 N, K], and out [P, N] is a gated product in the order of experts. Else x
     [P, K] is in that order, weight [E, N, K], and out [P, N], float32, in the order of pairs.
+    A bias has the outputs of the weight.
     """
     tile = tl.program_id(0)
     expert = find_sequence(starts, num_experts, tile, BLOCK_M)
@@ -114,9 +116,10 @@ def expert_kernel(
     sums = sum_chunk(
         x, base, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K
     )
+    sums = with_bias(sums, bias + expert * num_outputs, columns, is_column, HAS_BIAS)
     if IS_PAIR:
         gate, up = halves_of(sums, BLOCK_M, BLOCK_N)
-        sums = activated(gate, ACTIVATION) * up
+        sums = gated_product(gate, up, ACTIVATION)
     there, is_there = columns_of(
         tl.program_id(1), num_columns, BLOCK_N // 2 if IS_PAIR else BLOCK_N, False
     )

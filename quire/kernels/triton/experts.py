@@ -19,7 +19,7 @@ from quire.kernels.triton.expert_gemm import (
     place_kernel,
 )
 from quire.kernels.triton.linear import FloatLinear
-from quire.program.operations import Activation, Routing, activation_code
+from quire.program.operations import Gating, Routing, gating_code
 
 _SORT_BLOCK = 2048
 _COMBINE_BLOCK = 1024
@@ -42,9 +42,9 @@ def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
 
 
 def apply_experts(
-    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Activation
+    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
 ) -> Tensor:
-    """See `Kernels.apply_experts`; weights are floats in x's dtype, without biases."""
+    """See `Kernels.apply_experts`; weights are floats in x's dtype."""
     check_floats(x, "experts: x")
     num_experts = count_experts(x, up, down, choice)
     up, down = _floats(x, up), _floats(x, down)
@@ -54,7 +54,7 @@ def apply_experts(
     num_pairs, hidden, inner = choice.ids.numel(), up.num_inputs, down.num_inputs
     places = sort_pairs(choice.ids, num_experts)
     gated = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    _launch(x, up, num_experts, places, gated, activation_code(activation))
+    _launch(x, up, num_experts, places, gated, gating_code(activation))
     partial = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)
     _launch(gated, down, num_experts, places, partial, NO_ACTIVATION)
     combine_kernel[(x.shape[0], triton.cdiv(hidden, _COMBINE_BLOCK))](
@@ -96,18 +96,19 @@ def _launch(
     num_tiles = order.numel() // tuning.block_m + num_experts
     num_outputs = weight.num_outputs // num_experts
     expert_kernel[(num_tiles, triton.cdiv(num_outputs, tuning.block_n))](
-        x, weight.weight, out, order, starts, num_experts, out.shape[1], weight.num_inputs,
+        x, weight.weight, weight.weight if weight.bias is None else weight.bias, out, order, starts,
+        num_experts, out.shape[1], weight.num_inputs,
         NUM_CHOICES=order.numel() // x.shape[0], BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
-        BLOCK_K=tuning.block_k, ACTIVATION=activation,
+        BLOCK_K=tuning.block_k, ACTIVATION=activation, HAS_BIAS=weight.bias is not None,
         **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
 
 
 def _floats(x: Tensor, weight: PackedLinear) -> FloatLinear:
-    if not isinstance(weight, FloatLinear) or weight.bias is not None:
+    if not isinstance(weight, FloatLinear):
         raise TypeError(
-            "experts: the Triton kernels take floating-point weights without biases, packed by "
-            f"this back end, not {type(weight).__name__}"
+            "experts: the Triton kernels take floating-point weights, packed by this back end, not "
+            f"{type(weight).__name__}"
         )
     if x.dtype != weight.weight.dtype:
         raise TypeError(f"experts: x is {x.dtype} but the weights {weight.weight.dtype}")

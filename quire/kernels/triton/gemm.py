@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation import gated_product
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def linear_kernel(
         sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
         if IS_PAIR:
             gate, up = halves_of(sums, BLOCK_M, BLOCK_N)
-            sums = activated(gate, ACTIVATION) * up
+            sums = gated_product(gate, up, ACTIVATION)
         places, is_place = columns_of(column_tile, num_columns, WIDTH, False)
         is_element = is_row[:, None] & is_place[None, :]
         tl.store(
@@ -199,7 +199,7 @@ def finish_kernel(
             NUM_SPLITS,
             HAS_BIAS,
         )
-        sums = activated(sums, ACTIVATION) * up
+        sums = gated_product(sums, up, ACTIVATION)
     tl.store(out + row * num_columns + columns, sums.to(out.dtype.element_ty), mask=is_column)
 
 

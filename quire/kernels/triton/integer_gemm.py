@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation import gated_product
 from quire.kernels.triton.gemm import add_partials, columns_of, halves_of, tile_of, with_bias
 from quire.kernels.triton.kv_rows import FP8_FORMAT, NATIVE_FP8_FORMAT, e4m3_bits, row_elements
 
@@ -237,7 +237,7 @@ def integer_kernel(
             rows,
             is_row,
             column_tile,
-            activated(gate, ACTIVATION) * up,
+            gated_product(gate, up, ACTIVATION),
             num_columns,
             0,
             num_columns,
@@ -317,7 +317,7 @@ def scale_kernel(
             HAS_SCALES,
             HAS_BIAS,
         )
-        total = activated(total, ACTIVATION) * up
+        total = gated_product(total, up, ACTIVATION)
     tl.store(out + row * num_columns + columns, total.to(out.dtype.element_ty), mask=is_column)
 
 

@@ -38,7 +38,7 @@ from quire.kernels.triton.row_argmax import argmax_of_rows
 from quire.kernels.triton.tuning import Tuning, tuning_for
 from quire.kernels.triton.unfinished import PartialSums
 from quire.program import operations as ops
-from quire.program.operations import Activation, Program
+from quire.program.operations import Gating, Program
 
 NO_ADAPTERS = "has no products for adapters yet; they run on the CPU (device='cpu')"
 """Why programs that take adapters are refused."""
@@ -103,7 +103,7 @@ class TritonKernels:
             x, weight, NO_ACTIVATION, x.dtype if out_dtype is None else getattr(torch, out_dtype)
         )
 
-    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Gating) -> Tensor:
         """See `Kernels.gated_linear`."""
         return self._product(x, weight, linear.gated_code(weight, activation), x.dtype)
 
@@ -168,17 +168,19 @@ class TritonKernels:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
         if self._library_attention is not None and query.shape[0]:
+            if sinks is not None:
+                raise ValueError("paged_attention: the libraries' attention is used without sinks")
             caches = (key_cache, value_cache)
             return self._library_attention(
                 query, caches, batch, scale=scale, window=window, soft_cap=soft_cap
             )
         return attention.paged_attention(
             query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window,
-            soft_cap=soft_cap,
-            has_fp8=self.options.has_fp8,
+            soft_cap=soft_cap, sinks=sinks, has_fp8=self.options.has_fp8,
         )  # fmt: skip
 
     def reasons_against(self, program: Program) -> list[str]:

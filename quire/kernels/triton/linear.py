@@ -22,7 +22,7 @@ from quire.kernels.triton.gemm import finish_kernel, linear_kernel, tile_argmax_
 from quire.kernels.triton.row_argmax import argmax_of_rows
 from quire.kernels.triton.tuning import LinearTuning, Tuning
 from quire.kernels.triton.unfinished import PartialSums, source_of
-from quire.program.operations import Activation, activation_code
+from quire.program.operations import Gating, gating_code
 
 _MIN_SPLIT_BLOCKS = 4
 """A chunk of a sum has at least so many steps of block_k,
@@ -239,11 +239,11 @@ def _check_alike(x: Tensor, packed: FloatLinear) -> None:
         raise TypeError(f"linear: x is {x.dtype} but the weight {packed.weight.dtype}")
 
 
-def gated_code(packed: PackedLinear, activation: Activation) -> int:
+def gated_code(packed: PackedLinear, activation: Gating) -> int:
     """Return the activation's number; ValueError unless the weight is a pair."""
     if packed.num_outputs % 2:
         raise ValueError(
             f"gated_linear: the weight has {packed.num_outputs} outputs; expected as many "
             "for gate as for up"
         )
-    return activation_code(activation)
+    return gating_code(activation)

@@ -21,6 +21,8 @@ from quire.kernels.kv_cache import empty_cache
 if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
 
+SINKS = torch.tensor([0.5, 3.0, -90.0, 90.0, -1.0, 0.0])
+"""Of each head: among its scores, and far from them on both sides."""
 RAGGED = ((1, 1), (5, 5), (70, 100), (1, 1100), (33, 65), (1, 32), (2, 33))
 
 
@@ -102,7 +104,7 @@ def test_what_is_behind_the_window_may_be_anything(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}, {"sinks": SINKS[:4]}])
 def test_chunks_blocks_and_company_change_no_bit_in_any_format(
     native_isa: Kernels,
     paged: type[Paged],
@@ -130,7 +132,15 @@ def test_chunks_blocks_and_company_change_no_bit_in_any_format(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}],
+    [
+        {},
+        {"window": 40},
+        {"window": 1},
+        {"soft_cap": 5.0},
+        {"window": 33, "soft_cap": 2.0},
+        {"sinks": SINKS},
+        {"window": 33, "soft_cap": 2.0, "sinks": SINKS.bfloat16()},
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_options_agree_with_the_reference(
@@ -193,10 +203,17 @@ def test_chunking_changes_no_bit(
         ), start
 
 
-def test_chunking_a_long_context_changes_no_bit(native: Kernels, paged: type[Paged]) -> None:
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("sinks", [None, SINKS[:1]])
+def test_chunking_a_long_context_changes_no_bit(
+    native: Kernels, paged: type[Paged], sinks: Tensor | None
+) -> None:
+    """One thread goes through all splits; two compute them side by side and merge them."""
     whole = paged.random(((2100, 2100),), 1, 16)
     query = draw_query(whole, 1)
-    want = attend(native, whole, query)
+    cpu.set_num_threads(1)
+    want = attend(native, whole, query, sinks=sinks)
+    cpu.set_num_threads(2)
     for start, end in ((2099, 2100), (1000, 1100), (1023, 1025), (2040, 2050), (0, 1)):
         part = replace(
             whole,
@@ -204,10 +221,36 @@ def test_chunking_a_long_context_changes_no_bit(native: Kernels, paged: type[Pag
             keys=(whole.keys[0][:end],),
             values=(whole.values[0][:end],),
         )
-        assert torch.equal(attend(native, part, query[start:end]), want[start:end]), start
+        got = attend(native, part, query[start:end], sinks=sinks)
+        assert torch.equal(got, want[start:end]), start
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 900}, {"window": 100}, {"soft_cap": 30.0}])
+def test_sinks_join_the_softmax_once(native_isa: Kernels, paged: type[Paged]) -> None:
+    """As much as they weigh, the keys weigh less: by the definition, in float64."""
+    case = paged.random(((1, 1200), (9, 40)), 2, 16)
+    query, sinks = draw_query(case, 6), SINKS.clone()
+    got = attend(native_isa, case, query, sinks=sinks).double()
+    row = 0
+    for (count, context), keys, values in zip(case.lens, case.keys, case.values, strict=True):
+        for position in range(context - count, context):
+            for head in range(6):
+                seen = keys[: position + 1, head // 3].double()
+                scores = seen @ query[row, head].double() / 4
+                shares = torch.softmax(torch.cat([scores, sinks[head : head + 1].double()]), 0)
+                want = shares[:-1] @ values[: position + 1, head // 3].double()
+                torch.testing.assert_close(got[row, head], want, atol=3e-6, rtol=1e-4)
+            row += 1
+
+
+def test_sinks_of_another_number_are_refused(native: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(((1, 5),), 2, 16)
+    with pytest.raises(ValueError, match=r"expected sinks \[4\]"):
+        attend(native, case, draw_query(case, 4), sinks=SINKS)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 900}, {"window": 100}, {"soft_cap": 30.0}, {"sinks": SINKS[:2]}]
+)
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_grow_are_rescaled_alike(
@@ -318,8 +361,9 @@ FAMILIES = (
 
 
 @pytest.mark.usefixtures("restore_threads")
-@pytest.mark.parametrize("soft_cap", [None, 20.0])
-@pytest.mark.parametrize("window", [None, 1320])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 1320}, {"soft_cap": 20.0, "window": 1320}, {"sinks": SINKS}]
+)
 @pytest.mark.parametrize(
     ("block_size", "kv_format"), [(16, "float32"), (8, "int8"), (64, "bfloat16"), (40, "fp8")]
 )
@@ -328,8 +372,7 @@ def test_shared_blocks_change_no_bit(
     paged: type[Paged],
     block_size: int,
     kv_format: str,
-    window: int | None,
-    soft_cap: float | None,
+    options: dict[str, Any],
 ) -> None:
     case, leaders = forks(paged, FAMILIES, num_kv_heads=2, head_size=24)
     query = draw_query(case, 6)
@@ -338,9 +381,7 @@ def test_shared_blocks_change_no_bit(
     for threads in (1, 2):
         cpu.set_num_threads(threads)
         outputs = [
-            native_isa.paged_attention(
-                query, keys, values, each, scale=0.2, window=window, soft_cap=soft_cap
-            )
+            native_isa.paged_attention(query, keys, values, each, scale=0.2, **options)
             for each in (batch, shared)
         ]
         assert torch.equal(*outputs)

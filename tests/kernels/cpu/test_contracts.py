@@ -80,6 +80,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         0.25,
         0,
         0.0,
+        0,
     ),
     "linear": (PACKED.native, X, 0, 4, SUMS, 0),
     "linear_gated": (PACKED.native, 0, X, 0, 4, torch.zeros(4, 24), 0),
@@ -118,7 +119,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 ANY_NUMBER = {
     ("sampling_noise", 0), ("sampling_noise", 1), ("shared_prefixes", 7),
     # Addresses that may be absent, where the tensor's own would be checked as any other.
-    ("rms_norm", 1), ("rms_norm", 3), ("layer_norm", 2),
+    ("rms_norm", 1), ("rms_norm", 3), ("layer_norm", 2), ("paged_attention", 21),
     ("sampling_draw", 7), ("sampling_draw", 8), ("sampling_score", 7), ("sampling_score", 8),
 }  # fmt: skip
 
@@ -298,7 +299,8 @@ WRONG_FIELDS: list[tuple[int, dict[str, Any]]] = [
     )),
     (EMBED, {"table": None}), (SCALE, {"factor": float("inf")}), (NORM, {"norm": None}),
     (NORM, {"norm": _norm(16)}), (LINEAR, {"weight": None}), (LINEAR, {"first_output": 8}),
-    (LINEAR, {"first_output": 48}), (ACTIVATE, {"activation": 3}),
+    (LINEAR, {"first_output": 48}), (ACTIVATE, {"activation": 3}), (ACTIVATE, {"activation": 4}), (GATED_LINEAR, {"activation": 4}),
+    (ATTEND, {"sinks": 3}), (ATTEND, {"cache": -1, "sinks": 64}),
     (GATED_LINEAR, {"weight": _weight(48, 32)}),
 ]  # fmt: skip
 WRONG_VALUES: list[tuple[int, Places, Places]] = [

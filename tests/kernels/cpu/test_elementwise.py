@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.interface import Kernels, QuantizedWeight
-from quire.program.operations import Activation
+from quire.program.operations import Activation, Gating
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 5, 64, 100, 257]
@@ -77,9 +77,26 @@ def test_activations(
     ).to(dtype)
     got = native_isa.activate(x, activation)
     assert_near(got, reference.activate(x, activation))
-    gate_up = torch.stack([draw(7, 33), draw(33, 7).T], dim=1).reshape(7, 66).to(dtype)
-    got = native_isa.gated(gate_up, activation)
-    assert_near(got, reference.gated(gate_up, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gating", get_args(Gating))
+def test_gated_products(
+    native_isa: Kernels, reference: Kernels, gating: Gating, dtype: torch.dtype
+) -> None:
+    gate_up = torch.stack([draw(7, 33) * 5, draw(33, 7).T * 5], dim=1).reshape(7, 66).to(dtype)
+    got = native_isa.gated(gate_up, gating)
+    assert_near(got, reference.gated(gate_up, gating))
+
+
+def test_a_gating_of_both_sides_is_no_activation(native_isa: Kernels, reference: Kernels) -> None:
+    for kernels in (native_isa, reference):
+        with pytest.raises(ValueError, match="'clamped_swish' is not one of silu"):
+            kernels.activate(torch.zeros(2), "clamped_swish")  # type: ignore[arg-type]
+        gate_up = torch.tensor([[torch.nan, 1.0, 99.0, 1.0, torch.nan, 99.0]])
+        got = kernels.gated(gate_up, "clamped_swish")
+        assert got.isnan().tolist() == [[True, True, False]]
+        assert got[0, 2] == pytest.approx(8 * 7 / (1 + 2.718281828459045 ** (-1.702 * 7)))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
 
 Attend = Callable[..., Tensor]
+SINKS = torch.tensor([0.5, 3.0, -90.0, 90.0, -1.0, 0.0])
+"""Of each head: among its scores, and far from them on both sides."""
 RAGGED = ((1, 1), (5, 5), (18, 40), (1, 150), (2, 33))
 """Prefill chunks and decodes, contexts of one token, of many blocks and of several splits."""
 
@@ -92,7 +94,15 @@ def test_what_is_behind_the_window_may_be_anything(
 
 
 @pytest.mark.parametrize(
-    "options", [{"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}]
+    "options",
+    [
+        {"window": 40},
+        {"window": 1},
+        {"soft_cap": 5.0},
+        {"window": 33, "soft_cap": 2.0},
+        {"sinks": SINKS},
+        {"window": 33, "sinks": SINKS.bfloat16()},
+    ],
 )
 def test_options_agree_with_the_reference(
     kernels: Kernels,
@@ -103,7 +113,10 @@ def test_options_agree_with_the_reference(
 ) -> None:
     case = paged.random(RAGGED, 2, 32)
     query = draw_query(case, 6)
-    assert_near(attend(kernels, case, query, **options), attend(reference, case, query, **options))
+    here = {
+        key: value.to(kernels.device) if key == "sinks" else value for key, value in options.items()
+    }
+    assert_near(attend(kernels, case, query, **here), attend(reference, case, query, **options))
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
@@ -161,14 +174,23 @@ def test_the_block_size_changes_no_bit(
         assert torch.equal(results[0], other)
 
 
-@pytest.mark.parametrize(("chunk", "window"), [(1, None), (7, 45), thorough(32, None)])
+@pytest.mark.parametrize(
+    ("chunk", "window", "sinks"),
+    [(1, None, SINKS[:2]), (7, 45, None), thorough(1, None, None), thorough(32, None, SINKS[2:4])],
+)
 def test_chunking_changes_no_bit(
-    kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None
+    kernels: Kernels,
+    paged: type[Paged],
+    attend: Attend,
+    chunk: int,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> None:
     """Chunks of one are decodes: their splits are computed side by side and merged."""
     whole = paged.random(((100, 100),), 1, 32)
     query = draw_query(whole, 2)
-    want = attend(kernels, whole, query, window=window)
+    options = {"window": window, "sinks": None if sinks is None else sinks.to(kernels.device)}
+    want = attend(kernels, whole, query, **options)
     for start in range(0, 100, chunk * max(1, 12 // chunk)):
         end = min(100, start + chunk)
         part = replace(
@@ -177,9 +199,9 @@ def test_chunking_changes_no_bit(
             keys=(whole.keys[0][:end],),
             values=(whole.values[0][:end],),
         )
-        assert torch.equal(
-            attend(kernels, part, query[start:end], window=window), want[start:end]
-        ), start
+        assert torch.equal(attend(kernels, part, query[start:end], **options), want[start:end]), (
+            start
+        )
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [((12, 3), 32), thorough((8, 2), 256)])
@@ -254,14 +276,15 @@ def test_a_shared_prefix_read_once_changes_no_bit(
     arrays = run_arrays(runs, batch.block_tables.numpy(), batch.query_start.tolist(), 16)
     shared = move(SharedPrefixes(*map(torch.from_numpy, arrays)))
     keys, values, batch = keys.to(kernels.device), values.to(kernels.device), move(batch)
-    want = kernels.paged_attention(query, keys, values, batch, scale=0.25)
+    options: dict[str, Any] = {"scale": 0.25, "sinks": SINKS[:2].to(kernels.device)}
+    want = kernels.paged_attention(query, keys, values, batch, **options)
     too_much = replace(batch, shared=shared, block_tables=batch.block_tables.clone())
     # the run's own table is read there
     batch.block_tables[2, :num_blocks] = batch.block_tables[0, 0]
-    got = kernels.paged_attention(query, keys, values, replace(batch, shared=shared), scale=0.25)
+    got = kernels.paged_attention(query, keys, values, replace(batch, shared=shared), **options)
     assert torch.equal(got, want)
     monkeypatch.setattr("quire.kernels.triton.attention.MAX_PARTIAL_BYTES", 1)
-    assert torch.equal(kernels.paged_attention(query, keys, values, too_much, scale=0.25), want)
+    assert torch.equal(kernels.paged_attention(query, keys, values, too_much, **options), want)
 
 
 def test_non_finite_values_stay_with_their_sequence(

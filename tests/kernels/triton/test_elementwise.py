@@ -69,6 +69,21 @@ def test_activations(
     assert_near(kernels.gated(x.to(device), activation), reference.gated(x, activation))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_that_is_limited_on_both_sides(
+    kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype
+) -> None:
+    x = torch.cat([draw(3, 70) * 6, torch.tensor([[-90.0, 0.0, 90.0, 7.0, -7.0] * 14])]).to(dtype)
+    x[0, 1] = x[1, 40] = torch.nan
+    got, want = (
+        kernels.gated(x.to(device), "clamped_swish"),
+        reference.gated(x, "clamped_swish"),
+    )
+    assert_near(got.nan_to_num(99.0), want.nan_to_num(99.0))
+    with pytest.raises(ValueError, match="'clamped_swish' is not one of silu"):
+        kernels.activate(x.to(device), "clamped_swish")  # type: ignore[arg-type]
+
+
 def test_an_unknown_activation_is_refused(kernels: Kernels, device: torch.device) -> None:
     with pytest.raises(ValueError, match="relu"):
         kernels.activate(torch.zeros(1, 2, device=device), "relu")  # type: ignore[arg-type]

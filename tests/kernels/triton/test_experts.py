@@ -73,6 +73,19 @@ def test_it_agrees_with_the_reference_and_company_changes_no_bit(
     assert torch.equal(kernels.apply_experts(x[few].to(device), *packed, part, "silu"), got[few])
 
 
+def test_biases_are_those_of_the_expert(kernels: Kernels, device: torch.device) -> None:
+    num_experts, hidden, inner = 3, 24, 12
+    up, down = draw(num_experts * 2 * inner, hidden) / 4, draw(num_experts * hidden, inner) / 4
+    x, choice = draw(9, hidden), REFERENCE.choose_experts(draw(9, 3), Routing(3, 2, True))
+    outs = []
+    for each in (kernels, REFERENCE):
+        gate_up, last = (each.pack_linear(weight, draw(weight.shape[0])) for weight in (up, down))
+        here = device if each is kernels else torch.device("cpu")
+        found = each.apply_experts(x.to(here), gate_up, last, there(choice, here), "clamped_swish")
+        outs.append(found.cpu())
+    torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
+
+
 def test_pairs_are_sorted_stably(kernels: Kernels, device: torch.device) -> None:
     from quire.kernels.triton.experts import sort_pairs
 
@@ -97,7 +110,7 @@ def test_what_does_not_fit_is_refused(kernels: Kernels, device: torch.device) ->
         torch.zeros(16, 4, dtype=torch.int8), torch.ones(16, 1), None, 8, 4, "int8"
     )
     for other in (REFERENCE.pack_linear(draw(2 * 8, 4)), kernels.pack_quantized(integers)):
-        with pytest.raises(TypeError, match="floating-point weights without biases"):
+        with pytest.raises(TypeError, match="floating-point weights, packed by"):
             kernels.apply_experts(draw(3, 4).to(device), other, down, _choice(device), "silu")
 
 
