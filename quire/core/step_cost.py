@@ -47,7 +47,7 @@ class StepWork(NamedTuple):
     """1 for a step that has tasks: it reads the output head's weights."""
     num_tokens: int = 0
     num_outputs: int = 0
-    """Rows that have tasks."""
+    """Rows that have tasks, and tokens that they verify."""
     num_context: int = 0
     """Tokens whose keys and values are read, once for each row."""
     num_pairs: float = 0.0
@@ -68,7 +68,7 @@ def work_of(work: Sequence[RowWork]) -> StepWork:
         return StepWork(1, 1, num_tokens, num_rows, num_context, float(num_context))
     num_outputs, num_context, num_pairs = 0, 0, 0.0
     for item in work:
-        num_outputs += bool(item.tasks)
+        num_outputs += bool(item.tasks) + item.num_ahead
         num_context += item.start + item.num_tokens
         num_pairs += item.num_tokens * (item.start + 0.5 * item.num_tokens)
     return StepWork(1, num_outputs > 0, num_tokens, num_outputs, num_context, num_pairs)

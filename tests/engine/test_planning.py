@@ -47,6 +47,18 @@ def test_every_decision_has_a_reason_and_the_sum_fits(tiny_config: Path) -> None
     assert plan.kv_bytes == plan.limits.num_slots * plan.kv_bytes_per_token
 
 
+def test_the_plan_says_what_is_drafted_from(tiny_config: Path) -> None:
+    def decided(**speculative: object) -> list[tuple[str, str]]:
+        plan = _plan(tiny_config, speculative_config=speculative or None)
+        return [(d.value, d.reason) for d in plan.decisions if d.name == "speculation"]
+
+    assert decided() == []
+    ((value, reason),) = decided(method="suffix", num_speculative_tokens=7)
+    assert value == "suffix, 7" and "recent outputs" in reason
+    ((value, reason),) = decided(method="ngram")
+    assert value == "ngram, 8" and "recent outputs" not in reason
+
+
 def test_limits_of_a_container_are_the_plans(tiny_config: Path, tmp_path: Path) -> None:
     """Of a machine of 32 GiB and eight CPUs: 100 MiB, of which 60 are taken,
     and the time of two CPUs."""

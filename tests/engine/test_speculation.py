@@ -17,9 +17,7 @@ from relay import Relay
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams, ThinkTags
 from quire.core.scheduler.preemption import assess
-from quire.core.speculation.automaton import SuffixAutomaton
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
-from quire.core.speculation.ngrams import NgramIndex
 from quire.core.speculation.speculator import Speculator
 from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.outputs import RequestOutput
@@ -147,8 +145,8 @@ def _known(plain: Answers) -> dict[str, list[int]]:
 
 
 GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
-    "ngram": lambda plain: Speculator(LookupDrafter(lambda: NgramIndex(1, 3)), 5),
-    "suffix": lambda plain: Speculator(LookupDrafter(SuffixAutomaton, OutputMemory()), 7),
+    "ngram": lambda plain: Speculator(LookupDrafter((1, 2, 3), most=3), 5),
+    "suffix": lambda plain: Speculator(LookupDrafter(memory=OutputMemory()), 7),
     "any tokens": lambda plain: Speculator(AnyTokens(VOCAB_SIZE), 4),
     "always right": lambda plain: Speculator(KnownAnswers(_known(plain), vocab_size=VOCAB_SIZE), 8),
     "often right": lambda plain: Speculator(

@@ -12,7 +12,7 @@ from collections import abc
 from typing import Protocol
 
 from quire.config.limits import MAX_SCORED_ROWS, SchedulerLimits
-from quire.core.plan import RowWork, Task
+from quire.core.plan import RowWork, StepPlan, StepResult, Task
 from quire.core.request import Sequence
 from quire.core.scheduler.plan_builder import PlanBuilder
 from quire.core.scheduler.resources import KVBlocks
@@ -37,11 +37,13 @@ class OpenStep:
         """Places for which blocks are left: one for the next token of each."""
         self._num_rows = max(limits.max_num_seqs, MAX_SCORED_ROWS) - len(builder.work)
         """Of logits, for which there is memory."""
+        num_tokens = limits.max_num_batched_tokens - builder.num_tokens_left
+        self._has_decodes_alone = num_tokens == len(builder.work) and not builder.has_entered
 
     @property
-    def has_entered(self) -> bool:
-        """Whether a sequence has its first work, or its first since it was preempted."""
-        return self._builder.has_entered
+    def has_decodes_alone(self) -> bool:
+        """Whether each row computes one token that it has, and what this object has added."""
+        return self._has_decodes_alone
 
     @property
     def work(self) -> abc.Sequence[RowWork]:
@@ -75,17 +77,23 @@ class LookAhead(Protocol):
     """Adds to steps what may save later ones. Results never depend on it."""
 
     @property
+    def wakes(self) -> int:
+        """The next step that it has to be offered, or one before it; steps with sequences that
+        enter are offered in any case."""
+        ...
+
+    @property
     def needs_tokens(self) -> bool:
         """Whether the next step must not be planned before the tokens of the last one offered are
-        known: in any case where that one was extended."""
+        known: in any case where that one was extended. Then it is to be offered, too."""
         ...
 
     def extend(self, step: OpenStep) -> None:
         """Add to a step."""
         ...
 
-    def measured(self, step_id: int, predicted_s: float, measured_s: float) -> None:
-        """Take in what a step took, and what it was predicted to take as it was in the end."""
+    def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Learn what came of a step, offered or not. Steps come in their order."""
         ...
 
     def end(self, sequence: Sequence) -> None:

@@ -36,7 +36,8 @@ _EFFICIENT_FIXED_PARTS = 8.0
 AMX, where a step reads weights for 45 ms: 6.0 s in steps of 200 ms, 4.5 s with a budget of 256
 tokens, whose steps take 330 ms.
 """
-_MEASURED_EVERY = 8
+_MEASURED_EVERY_S = 0.01
+"""Where steps are not bounded: it takes tens of microseconds."""
 _QUEUED_DECODES = 2.0
 """Requests of 128 tokens in and 64 out bring two tokens of prompts for each token that is decoded;
 with less time for prompts the queue grows.
@@ -64,6 +65,7 @@ class StepPace:
         self.target_s = target_s
         self.quantum = quantum
         self._last_end_s = -math.inf
+        self._last_measured_s = -math.inf
 
     def prompt_s(self, decodes: Sequence[RowWork], queued_len: int, context_len: int = 0) -> float:
         """Return seconds of a step that prompts may take beside `decodes`.
@@ -88,10 +90,10 @@ class StepPace:
         counted = work_of(work)
         return Forecast(counted, self.model.seconds(counted))
 
-    def measures(self, step_id: int) -> bool:
-        """Whether a step is to be measured: each where steps are bounded, else some of them, since
-        it takes tens of microseconds."""
-        return self.is_bounding or step_id % _MEASURED_EVERY == 0
+    @property
+    def measures(self) -> bool:
+        """Whether the next step is to be measured: each where steps are bounded, else some."""
+        return self.is_bounding or self._last_end_s - self._last_measured_s >= _MEASURED_EVERY_S
 
     def pass_by(self, now: float) -> None:
         """A step that is not measured was taken in."""
@@ -104,6 +106,6 @@ class StepPace:
         A step that was launched while the one before it ran began when that one ended.
         """
         measured_s = min(elapsed_s, now - self._last_end_s)
-        self._last_end_s = now
+        self._last_end_s = self._last_measured_s = now
         self.model.observe(forecast.work, measured_s)
         return measured_s

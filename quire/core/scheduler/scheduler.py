@@ -229,21 +229,25 @@ class Scheduler:
             self._schedule_decodes()
         if not self._builder.work and not self.flights:
             self._break_stall()
-        if self.look_ahead is not None and self._builder.work:
+        look_ahead = self.look_ahead
+        if (
+            look_ahead is not None
+            and self._builder.work
+            and (self._step_id >= look_ahead.wakes or self._builder.has_entered)
+        ):
             step = OpenStep(
                 self._step_id, self.limits, self._builder, self.blocks, self._planned,
                 len(self.running),
             )  # fmt: skip
-            self.look_ahead.extend(step)
+            look_ahead.extend(step)
 
     def _close(self) -> StepPlan:
         """Return the plan for what was decided; it is in flight from now on."""
         self._builder.copies.extend(self.blocks.take_copies())
         plan = self._builder.close(self._step_id, self.admission.take_orders(self._now))
         planned, self._planned = self._planned, []
-        pace, look_ahead = self.pace, self.look_ahead
-        is_extended = look_ahead is not None and look_ahead.needs_tokens
-        is_measured = pace is not None and (is_extended or pace.measures(self._step_id))
+        pace = self.pace
+        is_measured = pace is not None and pace.measures
         forecast = pace.forecast(plan.work) if pace is not None and is_measured else None
         self.flights.append(Flight(self._step_id, planned, forecast))
         self.waiting.charge(zip(planned, plan.work, strict=True))
@@ -265,8 +269,8 @@ class Scheduler:
             predicted_s = flight.forecast.seconds
             measured_s = self.pace.measure(flight.forecast, result.elapsed_s, now)
             self.stats.count_duration(predicted_s, measured_s)
-            if self.look_ahead is not None:
-                self.look_ahead.measured(flight.step_id, predicted_s, measured_s)
+        if self.look_ahead is not None:
+            self.look_ahead.taken_in(plan, result, now)
         self._now, self._progress = now, []
         gone, add_progress, num_plain = flight.gone, self._progress.append, 0
         for sequence, work, outcome in zip(

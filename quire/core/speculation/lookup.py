@@ -9,22 +9,23 @@ one call: a long prompt is taken in over several steps.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Collection
 
 from quire.core.kvcache.prefix import Namespace
 from quire.core.request import Sequence
-from quire.core.speculation.automaton import SuffixAutomaton
 from quire.core.speculation.drafters import NO_DRAFT, Draft
+from quire.core.speculation.ngrams import MAX_LENGTH, NO_MATCH, Match, NgramIndex
 
-MAX_READ = 512
-"""Tokens that one call takes in: about a millisecond."""
+SUFFIX_SIZES = (2, 5)
+"""Of the n-grams by which suffixes of any length are found: long ones come first."""
+MAX_READ = 1024
+"""Tokens that one call takes in: half a millisecond."""
 MAX_SEQUENCE_TOKENS = 1 << 14
 """An index that has twice as many begins anew with the last so many."""
 MAX_FOLLOWED_TOKENS = 1 << 18
 """Of all sequences together; beyond, further ones are not followed."""
 MAX_REMEMBERED_TOKENS = 1 << 17
-"""Of all tenants together. A token takes about 100 bytes."""
+"""Of all tenants together. A token takes about 230 bytes, with two sizes of n-grams."""
 _OUTPUT_SHARE = 4
 """No single output takes more than a fourth of a tenant's memory."""
 
@@ -32,45 +33,36 @@ Owner = tuple[str, Namespace]
 """A tenant and a namespace of cached prefixes: who must not see what others were answered."""
 
 
-class TextIndex(Protocol):
-    """A text that grows, and where its end stood before."""
-
-    token_ids: list[int]
-
-    @property
-    def match(self) -> tuple[int, int]:
-        """See `SuffixAutomaton.match`."""
-        ...
-
-    def append(self, token_id: int) -> None:
-        """Add a token."""
-        ...
-
-
 class _Follower:
     """What is known of one sequence."""
 
-    __slots__ = ("cursor", "index", "memory", "num_read")
+    __slots__ = ("index", "memory", "num_read", "own", "remembered")
 
-    def __init__(self, index: TextIndex, num_read: int, memory: SuffixAutomaton | None) -> None:
+    def __init__(self, index: NgramIndex, num_read: int, memory: NgramIndex | None) -> None:
         self.index = index
         self.num_read = num_read
         self.memory = memory
-        self.cursor = (0, 0)
-        """Where the sequence stands in the memory."""
+        self.own: Match = NO_MATCH
+        """Where its last tokens stood before in its own text, and in the memory."""
+        self.remembered: Match = NO_MATCH
 
 
 class OutputMemory:
     """The latest outputs, by owner: bounded in tokens, the owner that was used longest ago goes
     first. An owner's text is dropped when it is full, so that it begins anew with what is new."""
 
-    def __init__(self, max_tokens: int = MAX_REMEMBERED_TOKENS, max_outputs: int = 10_000) -> None:
-        self._max_tokens, self._max_outputs = max_tokens, max_outputs
-        self._texts: OrderedDict[Owner, SuffixAutomaton] = OrderedDict()
+    def __init__(
+        self,
+        max_tokens: int = MAX_REMEMBERED_TOKENS,
+        max_outputs: int = 10_000,
+        sizes: Collection[int] = SUFFIX_SIZES,
+    ) -> None:
+        self._max_tokens, self._max_outputs, self._sizes = max_tokens, max_outputs, sizes
+        self._texts: OrderedDict[Owner, NgramIndex] = OrderedDict()
         self._num_outputs: dict[Owner, int] = {}
         self._num_tokens = 0
 
-    def of(self, owner: Owner) -> SuffixAutomaton | None:
+    def of(self, owner: Owner) -> NgramIndex | None:
         """What is remembered for an owner."""
         return self._texts.get(owner)
 
@@ -84,12 +76,11 @@ class OutputMemory:
             self._drop(owner)
             text, count = None, 0
         if text is None:
-            text = self._texts[owner] = SuffixAutomaton()
+            text = self._texts[owner] = NgramIndex(self._sizes)
         self._texts.move_to_end(owner)
         self._num_outputs[owner] = count + 1
-        for token_id in kept:
-            text.append(token_id)
-        text.append(-2 - count)  # stands once in the text: no match goes across
+        text.extend([*kept, -2 - count])  # that stands once in the text: no match goes across
+        text.index(len(text))
         self._num_tokens += len(kept) + 1
         while self._num_tokens > self._max_tokens and len(self._texts) > 1:
             self._drop(next(iter(self._texts)))
@@ -100,17 +91,18 @@ class OutputMemory:
 
 
 class LookupDrafter:
-    """Implements `Drafter`. `max_factor` bounds a draft in multiples of the match that speaks for
-    it."""
+    """Implements `Drafter`. `sizes` are those of the n-grams by which a match of up to `most`
+    tokens is found; `max_factor` bounds a draft in multiples of the match that speaks for it."""
 
     def __init__(
         self,
-        make_index: Callable[[], TextIndex],
+        sizes: Collection[int] = SUFFIX_SIZES,
         memory: OutputMemory | None = None,
         *,
+        most: int = MAX_LENGTH,
         max_factor: float | None = None,
     ) -> None:
-        self._make_index = make_index
+        self._sizes, self._most = sizes, most
         self._memory = memory
         self._max_factor = max_factor
         self._followers: dict[Sequence, _Follower] = {}
@@ -126,26 +118,22 @@ class LookupDrafter:
         self._read(follower, sequence)
         if follower.num_read < len(sequence.token_ids):
             return NO_DRAFT
-        length, end = follower.index.match
-        text, memory = follower.index.token_ids, follower.memory
-        if memory is not None and follower.cursor[1] > length:
-            length, end, text = (
-                follower.cursor[1],
-                memory.end_of(follower.cursor[0]),
-                memory.token_ids,
-            )
+        text, memory = follower.index, follower.memory
+        length, end = follower.own
+        if memory is not None and follower.remembered[0] > length:
+            text, (length, end) = memory, follower.remembered
         if not length:
             return NO_DRAFT
         if self._max_factor is not None:
             most = min(most, int(self._max_factor * length))
-        return Draft(_continued(text, end + 1, most), length)
+        return Draft(_continued(text.token_ids, end + 1, most), length)
 
     def end(self, sequence: Sequence) -> None:
         """See `Drafter.end`; its output is remembered."""
         follower = self._followers.pop(sequence, None)
         if follower is None:
             return
-        self._num_tokens -= len(follower.index.token_ids)
+        self._num_tokens -= len(follower.index)
         output = sequence.output_token_ids
         if self._memory is not None and output and sequence.request.error is None:
             self._memory.add(_owner(sequence), output)
@@ -153,26 +141,37 @@ class LookupDrafter:
     def _begin(self, sequence: Sequence) -> _Follower:
         first = max(0, len(sequence.token_ids) - MAX_SEQUENCE_TOKENS)
         memory = None if self._memory is None else self._memory.of(_owner(sequence))
-        return _Follower(self._make_index(), first, memory)
+        return _Follower(self._new_index(), first, memory)
+
+    def _new_index(self) -> NgramIndex:
+        return NgramIndex(self._sizes, self._most)
 
     def _read(self, follower: _Follower, sequence: Sequence) -> None:
-        """Take in what the sequence has gained."""
+        """Take in what the sequence has gained, and find its end before."""
         index, memory = follower.index, follower.memory
-        if len(index.token_ids) >= 2 * MAX_SEQUENCE_TOKENS:
-            self._num_tokens -= len(index.token_ids)
-            index = follower.index = self._make_index()
+        if len(index) >= 2 * MAX_SEQUENCE_TOKENS:
+            self._num_tokens -= len(index)
+            index = follower.index = self._new_index()
             follower.num_read = len(sequence.token_ids) - MAX_SEQUENCE_TOKENS
-            follower.cursor = (0, 0)
-        first = follower.num_read
-        end = min(len(sequence.token_ids), first + MAX_READ)
-        state, length = follower.cursor
-        for token_id in sequence.token_ids[first:end]:
-            index.append(token_id)
+            follower.own = NO_MATCH
+        gained = sequence.token_ids[follower.num_read : follower.num_read + MAX_READ]
+        if not gained:
+            return
+        index.extend(gained)
+        index.index(len(index) - 1)  # the last n-gram is what is looked for
+        follower.num_read += len(gained)
+        self._num_tokens += len(gained)
+        if follower.num_read == len(sequence.token_ids):
+            follower.own = _moved(index, index.token_ids, follower.own, len(gained))
             if memory is not None:
-                state, length = memory.advance(state, length, token_id)
-        follower.cursor = (state, length)
-        follower.num_read = end
-        self._num_tokens += end - first
+                follower.remembered = _moved(
+                    memory, index.token_ids, follower.remembered, len(gained)
+                )
+
+
+def _moved(index: NgramIndex, tail: list[int], match: Match, count: int) -> Match:
+    """The match of a text that has gained `count` tokens."""
+    return index.find(tail, match[1] + count if match[0] else -1)
 
 
 def _owner(sequence: Sequence) -> Owner:

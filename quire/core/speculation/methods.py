@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from quire.config.speculation import SpeculationConfig
-from quire.core.speculation.automaton import SuffixAutomaton
 from quire.core.speculation.drafters import Drafter
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
-from quire.core.speculation.ngrams import NgramIndex
 from quire.core.speculation.speculator import Speculator
 from quire.core.step_cost import StepCostModel
 
@@ -23,7 +19,8 @@ def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Spe
 
 def _drafter_of(config: SpeculationConfig) -> Drafter:
     if config.method == "ngram":
-        return LookupDrafter(partial(NgramIndex, *config.ngram_sizes))
+        least, most = config.ngram_sizes
+        return LookupDrafter(range(least, most + 1), most=most)
     num_outputs = config.suffix_decoding_max_cached_requests
     memory = OutputMemory(max_outputs=num_outputs) if num_outputs else None
-    return LookupDrafter(SuffixAutomaton, memory, max_factor=config.suffix_decoding_max_spec_factor)
+    return LookupDrafter(memory=memory, max_factor=config.suffix_decoding_max_spec_factor)

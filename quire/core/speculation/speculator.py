@@ -7,19 +7,23 @@ measured. It is taken where that raises the step's tokens per second:
     chance / cost > (rows that sample + chances taken) / (duration of the step so far)
 
 So nothing is drafted where a step is bound by arithmetic rather than by reading weights, nor where
-drafts are rejected. Chances are learned of every draft token, verified or not. A step's results
-depend on none of this.
+drafts are rejected. Chances are learned of every draft token, verified or not. Whether all of it
+pays is measured as well (`account.py`), and ends it where it does not. A step's results depend on
+none of this.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from operator import mul
 
-from quire.core.plan import ONE_SAMPLE, Verify
+from quire.core.plan import ONE_SAMPLE, StepPlan, StepResult, Verify
 from quire.core.request import Sequence
 from quire.core.scheduler.look_ahead import OpenStep
 from quire.core.speculation.acceptance import Acceptance
+from quire.core.speculation.account import NO_GAIN, DraftAccount, Gain
 from quire.core.speculation.drafters import NO_DRAFT, Draft, Drafter
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts
 
@@ -31,28 +35,26 @@ _BEST_CHANCE = 0.98
 """Where not even a token of this chance pays, no drafter is called."""
 _LOOK_S = 0.002
 """Of a step, for each row: in longer ones a call of the drafter (10 us) does not matter."""
-_MAX_NAPS = 4
-"""The drafter is called in every sixteenth step for a sequence whose drafts do not pay."""
+_MAX_NAPS = 5
+"""The drafter is called in every 32nd step for a sequence whose drafts do not pay."""
 _LEAST_SPEEDUP = 1.05
 """Less is not worth the risk that the estimates are wrong."""
-_NEVER = 1 << 62
-_FIRST_GAIN, _LEAST_GAIN, _SCOUT_EVERY = 0.06, 0.05, 8
-_LEARNING_RATE, _FORGETTING_RATE = 1 / 8, 1 / 128
+_GAIN_RATE = 1 / 16
+_LEARNING_RATE, _FORGETTING_RATE = 1 / 8, 1 / 64
 
 
 class _Trail:
     """A sequence's last draft, to be compared with what came."""
 
     __slots__ = (
-        "acceptance", "draft", "num_accepted", "num_drafted", "num_known", "num_naps", "wakes",
+        "acceptance", "draft", "gain", "num_known", "num_naps", "wakes",
     )  # fmt: skip
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.acceptance = acceptance
         self.draft = NO_DRAFT
-        self.num_drafted = 0
-        """Tokens of it that are verified."""
-        self.num_accepted = 0
+        self.gain = 0.0
+        """Tokens gained in a step, lately."""
         self.num_known = 0
         """Tokens known when it was made."""
         self.wakes = 0
@@ -66,11 +68,10 @@ class _Trail:
         came = token_ids[self.num_known : self.num_known + len(tokens)]
         for place, token_id in enumerate(came):
             is_right = tokens[place] == token_id
-            self.num_accepted += is_right and place < self.num_drafted
             self.acceptance.count(strength + place, is_right)
             if not is_right:
                 break
-        self.draft, self.num_drafted = NO_DRAFT, 0
+        self.draft = NO_DRAFT
 
     def rest(self, step_id: int) -> None:
         """Nothing was worth its time now."""
@@ -82,20 +83,28 @@ class _Budget:
     """What a step yields and takes so far, in tokens and seconds: of its decodes. Prompts beside
     them are no reason to draft more, since what they take is not lost."""
 
-    def __init__(self, step: OpenStep, costs: StepCostModel, run_s: float) -> None:
+    def __init__(self, step: OpenStep, costs: StepCostModel, overhead: _Overhead) -> None:
         ends = [work.start + work.num_tokens for work in step.work if work.tasks]
         count, num_context = len(ends), sum(ends)
-        work = StepWork(1, 1, count, count, num_context, float(num_context))
+        self.work = StepWork(1, 1, count, count, num_context, float(num_context))
         self._units: UnitCosts = costs.units()
-        self._plain_s = self._seconds = costs.seconds(work)
+        self._plain_s = costs.seconds(self.work)
+        self._seconds = self._plain_s + overhead.step_s
+        self._run_s = overhead.run_s
         self._num_plain, self._num_tokens = count, float(count)
-        self._run_s = run_s
+        self.added_s = 0.0
+        """What the tokens taken are expected to take, without what any draft costs."""
 
     @property
     def may_pay(self) -> bool:
         """Whether draft tokens can pay at all, if all of them are right."""
         least_s = self._units.token_s + self._units.output_s
         return _BEST_CHANCE * self._plain_s > least_s * self._num_plain
+
+    @property
+    def fixed_share(self) -> float:
+        """Of the step without draft tokens, what does not depend on the number of rows."""
+        return (self._units.step_s + self._units.head_s) / self._plain_s
 
     @property
     def is_short(self) -> bool:
@@ -105,17 +114,27 @@ class _Budget:
     @property
     def pays(self) -> bool:
         """Whether those taken pay together, with what any draft costs a step."""
-        rate = self._num_tokens / (self._seconds + self._run_s)
-        return rate * self._plain_s > _LEAST_SPEEDUP * self._num_plain
+        return self._num_tokens * self._plain_s > _LEAST_SPEEDUP * self._num_plain * self._seconds
 
-    def take(self, chance: float, position: int) -> bool:
-        """Add a token at a position that counts with this chance, if that pays."""
-        cost_s = self._units.token_s + self._units.output_s + self._units.pair_s * position
-        if chance * self._seconds <= _LEAST_SPEEDUP * cost_s * self._num_tokens:
-            return False
-        self._seconds += cost_s
-        self._num_tokens += chance
-        return True
+    def take(self, chances: Iterable[float], first: int) -> int:
+        """Add tokens from a position on that count with these chances, as far as that pays;
+        returns how many."""
+        seconds, num_tokens, count = self._seconds + self._run_s, self._num_tokens, 0
+        token_s, pair_s = self._units.token_s + self._units.output_s, self._units.pair_s
+        added_s = 0.0
+        for chance in chances:
+            cost_s = token_s + pair_s * (first + count)
+            if chance * seconds <= _LEAST_SPEEDUP * cost_s * num_tokens:
+                break
+            seconds += cost_s
+            added_s += cost_s
+            num_tokens += chance
+            count += 1
+        if num_tokens * self._seconds <= self._num_tokens * seconds:
+            return 0  # less than what any draft costs its row
+        self._seconds, self._num_tokens = seconds, num_tokens
+        self.added_s += added_s
+        return count
 
 
 class Speculator:
@@ -136,41 +155,67 @@ class Speculator:
         self._acceptance = Acceptance()
         self._trails: dict[Sequence, _Trail] = {}
         self._overhead = _Overhead()
-        self._gain, self._num_begun = _FIRST_GAIN, 0
-        """Accepted tokens for each output token, of sequences that ended; and how many began."""
+        self._account = DraftAccount()
+        self._runs: dict[int, list[Sequence]] = {}
+        """Of the steps in flight that have draft tokens and decodes alone: the sequences."""
         self._has_told = False
-        self._wakes = 0
-        """Before this step, no sequence is looked at, unless a new one comes."""
+        self.wakes = 0
         self.needs_tokens = False
 
     def extend(self, step: OpenStep) -> None:
         """See `LookAhead.extend`."""
-        self.needs_tokens = False
-        if step.step_id < self._wakes and not step.has_entered:
+        self.needs_tokens, self.wakes = False, 0
+        self._account.forget(step.step_id)
+        if self._costs is None:
+            self._extend(step, list(self._choose(step, None)))
             return
-        self._wakes = 0
-        budget = None
-        if self._costs is not None:
-            budget = _Budget(step, self._costs, self._overhead.seconds)
-            if not budget.may_pay:
-                self._wakes = step.step_id + (1 << _MAX_NAPS)
+        if step.step_id < self._account.wakes:
+            self.wakes = self._account.wakes
+            return
+        budget = _Budget(step, self._costs, self._overhead)
+        num_rows = budget.work.num_outputs
+        if not num_rows or not budget.may_pay:
+            self.wakes = step.step_id + (1 << _MAX_NAPS)
+            return
+        estimate_s = 0.0
+        if step.has_decodes_alone:
+            estimate_s = sum(map(mul, self._costs.estimate, budget.work))
+            self.wakes = self._account.hold(step.step_id, num_rows, estimate_s)
+            if self.wakes > step.step_id:
                 return
         chosen = list(self._choose(step, budget))
-        if budget is not None and not budget.pays:
+        if not budget.pays:
             chosen, self.needs_tokens = [], False
-        num_extended = 0
-        for place, tokens in chosen:
-            count = min(len(tokens), step.room(step.sequences[place]))
-            if count > 0:
-                self._trails[step.sequences[place]].num_drafted = count
-                step.extend(place, (Verify(tuple(tokens[:count])),), count)
-                num_extended += 1
-        self.needs_tokens |= num_extended > 0
-        self._overhead.began(step, has_run=num_extended > 0)
+        num_runs = self._extend(step, chosen)
+        if step.has_decodes_alone:
+            self._account.look(step.step_id, num_rows, estimate_s, budget.fixed_share)
+            self._overhead.began(step.step_id, num_runs, budget.added_s)
+            if num_runs:
+                self._runs[step.step_id] = list(step.sequences)
 
-    def measured(self, step_id: int, predicted_s: float, measured_s: float) -> None:
-        """See `LookAhead.measured`."""
-        self._overhead.measured(step_id, predicted_s, measured_s)
+    def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """See `LookAhead.taken_in`."""
+        if not self._account.is_watching:
+            self._account.pass_by(plan.step_id, now)
+            return
+        sequences = self._runs.pop(plan.step_id, None)
+        gain = NO_GAIN if sequences is None else self._gain(sequences, result)
+        extra_s = self._account.settle(plan.step_id, len(plan.work), gain, now)
+        if sequences is not None:
+            self._overhead.measured(plan.step_id, extra_s)
+
+    def _gain(self, sequences: Iterable[Sequence], result: StepResult) -> Gain:
+        num_tokens, least = 0, math.inf
+        for sequence, outcome in zip(sequences, result.results, strict=True):
+            gained = max(0, len(outcome.token_ids) - 1)
+            num_tokens += gained
+            trail = self._trails.get(sequence)
+            if trail is None:
+                least = 0.0
+            else:
+                trail.gain += _GAIN_RATE * (gained - trail.gain)
+                least = min(least, trail.gain)
+        return Gain(num_tokens, least)
 
     def end(self, sequence: Sequence) -> None:
         """See `LookAhead.end`."""
@@ -178,9 +223,17 @@ class Speculator:
         if trail is not None:
             trail.learn(sequence.token_ids)
             self._drafter.end(sequence)
-            if trail.wakes < _NEVER:
-                share = trail.num_accepted / max(1, sequence.num_output_tokens)
-                self._gain += _LEARNING_RATE * (share - self._gain)
+
+    def _extend(self, step: OpenStep, chosen: list[tuple[int, list[int]]]) -> int:
+        """Add the draft tokens to the step, as far as there is room; returns to how many rows."""
+        num_runs = 0
+        for place, tokens in chosen:
+            count = min(len(tokens), step.room(step.sequences[place]))
+            if count > 0:
+                step.extend(place, (Verify(tuple(tokens[:count])),), count)
+                num_runs += 1
+        self.needs_tokens |= num_runs > 0
+        return num_runs
 
     def _choose(self, step: OpenStep, budget: _Budget | None) -> Iterator[tuple[int, list[int]]]:
         """The draft tokens that are worth their time, and the place of their work."""
@@ -191,7 +244,7 @@ class Speculator:
                 continue
             trail = self._trails.get(sequence)
             if trail is None:
-                trail = self._trails[sequence] = self._begin(budget)
+                trail = self._trails[sequence] = _Trail(Acceptance(self._acceptance))
             if step.step_id < trail.wakes:
                 wakes = min(wakes, trail.wakes)
                 continue
@@ -214,18 +267,7 @@ class Speculator:
                 yield place, list(draft.token_ids[:count])
             else:  # its last token is not known before the step in flight is
                 self.needs_tokens |= count > 1
-        self._wakes = wakes
-
-    def _begin(self, budget: _Budget | None) -> _Trail:
-        """Follow a sequence, or let it go: where steps are so short that reading its tokens takes a
-        share of them, and drafts have saved next to nothing lately, only one of several is
-        followed."""
-        trail = _Trail(Acceptance(self._acceptance))
-        self._num_begun += 1
-        is_vain = self._gain < _LEAST_GAIN and self._num_begun % _SCOUT_EVERY != 0
-        if is_vain and budget is not None and budget.is_short:
-            trail.wakes = _NEVER
-        return trail
+        self.wakes = wakes
 
     def _note_beams(self, sequence: Sequence) -> None:
         if sequence.request.beam is not None and not self._has_told:
@@ -236,42 +278,43 @@ class Speculator:
         self, draft: Draft, acceptance: Acceptance, budget: _Budget | None, first: int
     ) -> int:
         """How many of the draft tokens are worth their time."""
-        if budget is None:
+        if budget is None or not draft.token_ids:
             return len(draft.token_ids)
+        chances: list[float] = []
         chance = 1.0
         for place in range(len(draft.token_ids)):
             chance *= acceptance.chance(draft.strength + place)
-            if chance < self._least_chance or not budget.take(chance, first + place):
-                return place
-        return len(draft.token_ids)
+            if chance < self._least_chance:
+                break
+            chances.append(chance)
+        return budget.take(chances, first)
 
 
 class _Overhead:
-    """What a step takes longer for having draft tokens at all: the kernels for one token of each
-    sequence do not serve it. The difference of the cost model's residuals in steps with draft
-    tokens and in others."""
+    """What a step takes longer for having draft tokens, beyond their number: for having any, since
+    the kernels for one token of each sequence do not serve it, and for each row that has some.
+
+    Both are followed by normalized least mean squares (Widrow and Hoff, 1960), and fade while
+    nothing is drafted, so that a wrong one does not last.
+    """
 
     def __init__(self) -> None:
-        self._run_off_s = self._plain_off_s = 0.0
-        self._last_run = self._last_plain = -1
+        self.step_s = self.run_s = 0.0
+        self._runs: dict[int, tuple[int, float]] = {}
 
-    @property
-    def seconds(self) -> float:
-        """At least 0."""
-        return max(0.0, self._run_off_s - self._plain_off_s)
+    def began(self, step_id: int, num_runs: int, added_s: float) -> None:
+        """A step has so many rows with draft tokens, which should take so long."""
+        if num_runs:
+            self._runs[step_id] = (num_runs, added_s)
+        else:
+            self.step_s -= _FORGETTING_RATE * self.step_s
+            self.run_s -= _FORGETTING_RATE * self.run_s
 
-    def began(self, step: OpenStep, *, has_run: bool) -> None:
-        """A step was offered, and has draft tokens or not."""
-        if has_run:
-            self._last_run = step.step_id
-        elif all(work.num_tokens == 1 for work in step.work):
-            self._last_plain = step.step_id
-
-    def measured(self, step_id: int, predicted_s: float, measured_s: float) -> None:
-        """A step took so long."""
-        off_s = max(-predicted_s, min(predicted_s, measured_s - predicted_s))
-        if step_id == self._last_run:
-            self._run_off_s += _LEARNING_RATE * (off_s - self._run_off_s)
-        elif step_id == self._last_plain:
-            self._plain_off_s += _LEARNING_RATE * (off_s - self._plain_off_s)
-            self._run_off_s += _FORGETTING_RATE * (self._plain_off_s - self._run_off_s)
+    def measured(self, step_id: int, extra_s: float | None) -> None:
+        """A step was taken in, and took so much longer than without draft tokens."""
+        num_runs, added_s = self._runs.pop(step_id, (0, 0.0))
+        if num_runs and extra_s is not None:
+            off_s = extra_s - added_s - self.step_s - self.run_s * num_runs
+            step_s = _LEARNING_RATE * off_s / (1.0 + num_runs)
+            self.step_s = max(0.0, self.step_s + step_s)
+            self.run_s = max(0.0, self.run_s + step_s)

@@ -23,6 +23,7 @@ from quire.engine.plan import attention, memory
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
 from quire.engine.plan.machine import Machine
+from quire.engine.plan.speculation import speculation_decisions
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import (
@@ -179,6 +180,8 @@ class _Resolver:
         check_options(config, spec, generates=self.generates)
         self._note_device()
         self._note_invariance()
+        for decision in speculation_decisions(config.speculation):
+            self._note(*decision)
         dtype = self._dtype()
         self._note_pooling()
         block_size = self._block_size()

@@ -1,4 +1,4 @@
-"""Indexes of a growing text against plain search."""
+"""The index of a growing text against plain search."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import time
 
 import pytest
 
-from quire.core.speculation.automaton import SuffixAutomaton
-from quire.core.speculation.lookup import TextIndex
-from quire.core.speculation.ngrams import NgramIndex
+from quire.core.speculation.ngrams import MAX_LENGTH, NgramIndex
 
 
 def _longest_match(text: list[int], tail: list[int], most: int) -> int:
@@ -21,79 +19,66 @@ def _longest_match(text: list[int], tail: list[int], most: int) -> int:
     return 0
 
 
-def _check_match(index: TextIndex, text: list[int], most: int, least: int = 1) -> None:
-    length, end = index.match
-    expected = 0
-    for size in range(least, min(most, len(text) - 1) + 1):
-        starts = range(len(text) - size)
-        if any(text[place : place + size] == text[-size:] for place in starts):
-            expected = size
-    assert length == expected
-    if length:
-        assert end < len(text) - 1 and text[end + 1 - length : end + 1] == text[-length:]
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 500])
-def test_an_automaton_finds_the_longest_suffix_that_occurred_before(num_tokens: int) -> None:
-    rng = random.Random(num_tokens)
-    text: list[int] = []
-    index = SuffixAutomaton()
-    for _ in range(120):
-        text.append(rng.randrange(num_tokens))
-        index.append(text[-1])
-        _check_match(index, text, len(text))
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (3, 3)])
-def test_n_grams_are_found_where_they_ended_last(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(1,), (2, 3, 4), (3,)])
+def test_the_longest_n_gram_is_found(sizes: tuple[int, ...]) -> None:
     rng = random.Random(1)
     text: list[int] = []
-    index = NgramIndex(*sizes)
+    index = NgramIndex(sizes, most=max(sizes))
     for _ in range(200):
         text.append(rng.randrange(3))
-        index.append(text[-1])
-        _check_match(index, text, sizes[1], sizes[0])
+        index.extend(text[-1:])
+        index.index(len(index) - 1)
+        length, end = index.find(text)
+        expected = _longest_match(text[:-1], text, max(sizes))
+        assert length == (expected if expected >= min(sizes) else 0)
+        if length:
+            assert end < len(text) - 1 and text[end + 1 - length : end + 1] == text[-length:]
 
 
-def test_another_text_is_followed_while_the_automaton_grows() -> None:
+def test_tokens_are_taken_in_one_by_one_or_together() -> None:
     rng = random.Random(2)
-    for _ in range(20):
-        text, other, index, cursor = list[int](), list[int](), SuffixAutomaton(), (0, 0)
-        for _ in range(80):
-            for _ in range(rng.randrange(3)):
-                text.append(rng.randrange(3))
-                index.append(text[-1])
-            other.append(rng.randrange(3))
-            cursor = index.advance(*cursor, other[-1])
-            # What was a match stays one; the text may by now hold a longer one.
-            length, end = cursor[1], index.end_of(cursor[0])
-            assert length <= _longest_match(text, other, len(other))
-            assert not length or text[end + 1 - length : end + 1] == other[-length:]
-        still = SuffixAutomaton()
-        for token_id in text:
-            still.append(token_id)
-        cursor = (0, 0)
-        for place, token_id in enumerate(other):
-            cursor = still.advance(*cursor, token_id)
-            assert cursor[1] == _longest_match(text, other[: place + 1], place + 1)
+    text = [rng.randrange(4) for _ in range(300)]
+    one_by_one, together = NgramIndex((2, 5)), NgramIndex((2, 5))
+    for place, token_id in enumerate(text):
+        one_by_one.extend([token_id])
+        one_by_one.index(place + 1)
+    for start in range(0, 300, 37):
+        together.extend(text[start : start + 37])
+        together.index(len(together))
+    for _ in range(200):
+        tail = [rng.randrange(4) for _ in range(8)]
+        assert one_by_one.find(tail) == together.find(tail)
 
 
-@pytest.mark.parametrize("kind", ["periodic", "random", "fibonacci"])
-def test_an_automaton_grows_in_linear_time(kind: str) -> None:
+def test_a_match_of_any_length_is_followed() -> None:
+    """Where a short n-gram stood later as well, the hint leads on."""
+    rng = random.Random(3)
+    copied = [rng.randrange(4) for _ in range(200)]
+    index, tail, hint = NgramIndex((2, 5)), list[int](), -1
+    index.extend([*copied, *(rng.randrange(4) for _ in range(200))])
+    index.index(len(index))
+    for place, token_id in enumerate(copied):
+        tail.append(token_id)
+        length, end = index.find(tail, hint)
+        assert length == len(index.token_ids[: end + 1]) or length <= MAX_LENGTH
+        if place > 40:
+            assert (length, end) == (min(place + 1, MAX_LENGTH), place)
+        hint = end + 1 if length else -1
+
+
+@pytest.mark.parametrize("kind", ["periodic", "random", "constant"])
+def test_an_index_grows_in_linear_time(kind: str) -> None:
     def text(length: int) -> list[int]:
-        if kind == "periodic":
-            return [place % 7 for place in range(length)]
         if kind == "random":
             return random.Random(3).choices(range(50), k=length)
-        before, word = [0], [0, 1]
-        while len(word) < length:
-            before, word = word, word + before
-        return word[:length]
+        return [place % (7 if kind == "periodic" else 1) for place in range(length)]
 
     def seconds(length: int) -> float:
-        index, tokens, began = SuffixAutomaton(), text(length), time.thread_time()
-        for token_id in tokens:
-            index.append(token_id)
+        index, tokens, began = NgramIndex((2, 5)), text(length), time.thread_time()
+        for place in range(0, length, 4):
+            index.extend(tokens[place : place + 4])
+            index.index(len(index) - 1)
+            index.find(index.token_ids)
         return time.thread_time() - began
 
     times = [min(seconds(length) for _ in range(3)) for length in (10_000, 40_000)]

@@ -1,0 +1,169 @@
+"""What drafting has earned: the floor under it.
+
+Estimates decide which drafts are taken; whether they pay is measured here, as a whole: everything
+between one outcome and the next (planning, looking for drafts, computing, taking in), compared with
+what such a step takes without drafts. Gains and losses go to an account, in steps: each step pays
+1/256 in, a draft step what it saved or lost. When the account is empty, nothing is drafted, nor
+looked for, until what the steps have paid in allows another try. So drafting costs less than one
+per cent wherever it does not pay, whatever the estimates are.
+
+What a step takes without drafts is known by its number of rows, relative to a fixed estimate of
+its work, and is measured again now and then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import log2
+from statistics import median
+from typing import NamedTuple
+
+_SHARE = 1 / 256
+"""Of all steps, in which drafting may lose."""
+_FIRST_STAKE, _LEAST_STAKE, _MAX_STAKE = 6.0, 3.0, 12.0
+"""Steps that a try may lose: more each time that one has failed, after a wait that is as much
+longer."""
+_MAX_CREDIT = 48.0
+_NUM_PLAIN, _PLAIN_EVERY = 4, 192
+"""So many steps in a row leave drafts out, to be measured; again after so many."""
+_FEWEST, _MOST_HELD = 4, 2
+"""Measured steps of a number of rows, before there are drafts; or so many attempts to measure
+them."""
+_MOST_OFF, _ACTIVE_RATE = 3.0, 0.25
+"""A step that takes so many times as long as those of its kind before was interrupted; it counts as
+so many times as long."""
+_NUM_KEPT = 9
+
+
+class _Step(NamedTuple):
+    """A step of decodes alone."""
+
+    num_rows: int
+    estimate_s: float
+    fixed_share: float = 0.0
+    """Of its duration, what does not depend on the number of rows."""
+    is_active: bool = False
+    """Whether drafts were looked for."""
+
+
+class Gain(NamedTuple):
+    """What drafts brought in a step: tokens beyond one a row."""
+
+    num_tokens: int = 0
+    least: float = 0.0
+    """In the long run, those of the sequence that gains least: so many steps are saved as a whole.
+    Tokens that others gain beyond it leave the steps with fewer rows."""
+
+
+NO_GAIN = Gain()
+
+
+class _Pace:
+    """How long plain steps of a number of rows take, relative to the estimate: the median of the
+    last ones, since some are interrupted."""
+
+    __slots__ = ("_ratios", "num_held", "ratio")
+
+    def __init__(self) -> None:
+        self.num_held = 0
+        self.ratio = 0.0
+        self._ratios: deque[float] = deque(maxlen=_NUM_KEPT)
+
+    @property
+    def num_measured(self) -> int:
+        """Those kept."""
+        return len(self._ratios)
+
+    def learn(self, ratio: float) -> None:
+        """A plain step was measured."""
+        self._ratios.append(ratio)
+        self.ratio = median(self._ratios)
+
+
+class DraftAccount:
+    """Decides whether there may be drafts at all. Step ids are those of one scheduler."""
+
+    def __init__(self) -> None:
+        self.credit = self._stake = _FIRST_STAKE
+        """In steps."""
+        self.wakes = 0
+        """Before this step, there are no drafts."""
+        self._next_plain = 0
+        self._paces: dict[int, _Pace] = {}
+        self._open: dict[int, _Step] = {}
+        self._last_id, self._last_s, self._was_active = -2, 0.0, False
+        self._active_ratio = 1.0
+        self._paid_id = 0
+
+    def hold(self, step_id: int, num_rows: int, estimate_s: float) -> int:
+        """The step before which nothing is to be looked for, so that plain steps can be measured:
+        this one where none has to be."""
+        pace = self._pace(num_rows)
+        is_known = pace.num_measured >= _FEWEST or pace.num_held >= _MOST_HELD
+        if is_known and step_id < self._next_plain:
+            return step_id
+        pace.num_held += 1
+        self._next_plain = step_id + _PLAIN_EVERY
+        end = step_id + 1 + _NUM_PLAIN
+        for each in range(step_id + 1, end):
+            self._open[each] = _Step(num_rows, estimate_s)
+        return end
+
+    def look(self, step_id: int, num_rows: int, estimate_s: float, fixed_share: float) -> None:
+        """Drafts are looked for, for a step of decodes alone."""
+        self._open[step_id] = _Step(num_rows, estimate_s, fixed_share, is_active=True)
+
+    def forget(self, step_id: int) -> None:
+        """A step turns out to be another one."""
+        self._open.pop(step_id, None)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether something is to be learned of the next outcomes."""
+        return bool(self._open) or self._was_active
+
+    def pass_by(self, step_id: int, now: float) -> None:
+        """A step was taken in of which nothing is to be learned."""
+        self._last_id, self._last_s = step_id, now
+
+    def settle(self, step_id: int, num_rows: int, gain: Gain, now: float) -> float | None:
+        """A step was taken in. Returns what it took longer than without drafts, in seconds, where
+        those were looked for and that can be told."""
+        step = self._open.pop(step_id, None)
+        cycle_s = now - self._last_s if self._last_id == step_id - 1 else 0.0
+        was_active, self._was_active = self._was_active, step is not None and step.is_active
+        self._last_id, self._last_s = step_id, now
+        if step is None or cycle_s <= 0.0 or step.num_rows != num_rows:
+            return None
+        pace = self._pace(num_rows)
+        if not (step.is_active or was_active):
+            pace.learn(cycle_s / step.estimate_s)
+            return None
+        if not pace.num_measured:
+            return None
+        expected_s = pace.ratio * step.estimate_s
+        ratio = min(cycle_s / expected_s, _MOST_OFF * self._active_ratio)
+        self._active_ratio += _ACTIVE_RATE * (max(1.0, ratio) - self._active_ratio)
+        saved = (1.0 - step.fixed_share) * gain.num_tokens / num_rows
+        saved += step.fixed_share * gain.least
+        self._account(step_id, saved + 1.0 - ratio)
+        return (ratio - 1.0) * expected_s if step.is_active else None
+
+    def _account(self, step_id: int, earned: float) -> None:
+        paid = _SHARE * min(step_id - self._paid_id, _PLAIN_EVERY)
+        self._paid_id = step_id
+        self.credit = min(self.credit + paid + earned, _MAX_CREDIT)
+        if self.credit > 4.0 * _FIRST_STAKE:
+            self._stake = _LEAST_STAKE
+        if self.credit <= 0.0 and step_id >= self.wakes:
+            self.wakes = step_id + 2 + int((self._stake - self.credit) / _SHARE)
+            self._paces.clear()  # the machine may be another one by then
+            self.credit, self._paid_id = self._stake, self.wakes
+            self._stake = min(2.0 * self._stake, _MAX_STAKE)
+
+    def _pace(self, num_rows: int) -> _Pace:
+        key = int(4.0 * log2(num_rows))
+        found = self._paces.get(key)
+        if found is None:
+            found = self._paces[key] = _Pace()
+        return found
