@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.decisions.calls import DecisionCalls
+from quire.engine.decisions.prompts import DecisionPrompts
 from quire.engine.front import absent as without
 from quire.engine.front.absent import absent
 from quire.engine.front.adapters import ChosenAdapter, LoRARequests
@@ -36,7 +38,7 @@ Progress = bool | Callable[..., Any]
 """Whether to show a progress bar, or what makes one, called as `tqdm` is."""
 
 
-class LLM(PoolingCalls):
+class LLM(PoolingCalls, DecisionCalls):
     """A model in this process. Safe to use from several threads, whose requests are computed
     together.
 
@@ -240,6 +242,17 @@ class LLM(PoolingCalls):
                 "chat needs a tokenizer, and this engine has none", param="messages"
             )
         return self.engine.tokenizer
+
+    def _decision_prompts(self) -> DecisionPrompts:
+        if not self.engine.plan.generates:
+            raise InvalidParameterError(
+                f"{self.engine.plan.spec.architecture} makes no text here, so it cannot decide; "
+                f"{self._pooling.advice}",
+                param="model",
+            )
+        tokenizer = self._chat_tokenizer()
+        has_template = self._chat_template is not None or tokenizer.chat_template is not None
+        return DecisionPrompts(tokenizer, self._template(None) if has_template else None)
 
     def _template(self, source: str | None) -> ChatTemplate:
         """Return the template of a call, else the one given for all, else the model's."""

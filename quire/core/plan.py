@@ -298,7 +298,8 @@ class WorkResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `ScorePrompt`."""
     pooled: bytes = b""
-    """Of `quire.core.pooling.Pool`, where its prompt has ended: float32 numbers, little-endian."""
+    """Of the tasks of `quire.core.pooling`, where their prompt has ended: float32 numbers,
+    little-endian."""
     error: str | None = None
     """Set where this row alone failed (non-finite logits, a processor that raised);
     the other fields are then empty."""

@@ -1,7 +1,7 @@
 """What a pooling request asks for: vLLM's `PoolingParams`, and the task of the worker that it
-becomes.
+becomes; and the task that weighs tokens, for decisions.
 
-A pooling request computes its prompt and generates nothing. Standard library only: both planes
+Such a request computes its prompt and generates nothing. Standard library only: both planes
 import it.
 """
 
@@ -41,6 +41,18 @@ class Pool:
 
     def num_wanted(self, num_tokens: int) -> int:
         return num_tokens if self.is_whole else 1
+
+
+@dataclass(frozen=True, slots=True)
+class WeighTokens:
+    """Report the logits of some tokens behind a prompt, and generate none. A `Task` of
+    `quire.core.plan`.
+    """
+
+    token_ids: tuple[int, ...]
+
+    def num_wanted(self, num_tokens: int) -> int:
+        return 1
 
 
 @dataclass(slots=True, kw_only=True)

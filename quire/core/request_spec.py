@@ -15,7 +15,7 @@ from typing import Literal
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.prefix import Namespace
 from quire.core.plan import RowSampling
-from quire.core.pooling import Pool
+from quire.core.pooling import Pool, WeighTokens
 from quire.errors import InvalidParameterError, PromptTooLongError
 
 
@@ -52,6 +52,8 @@ class RequestSpec:
     """In place of samples: the best beams."""
     pool: Pool | None = None
     """In place of tokens: a vector of the prompt."""
+    weigh: WeighTokens | None = None
+    """In place of tokens: the logits of some."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence: the request's own and, unless it ignores them,
     the model's end-of-sequence tokens."""
@@ -68,6 +70,11 @@ class RequestSpec:
     reads_cache: bool = True
     arrival_s: float = 0.0
     """When it arrived, on the machine's monotonic clock."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is for tokens, and not for numbers of its prompt alone."""
+        return self.pool is None and self.weigh is None
 
     def __post_init__(self) -> None:
         assert self.content_ids is None or len(self.content_ids) == len(self.prompt_token_ids)
@@ -92,7 +99,7 @@ def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
     num_prompt = len(spec.prompt_token_ids)
     if num_prompt == 0:
         raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
-    if spec.pool is not None:
+    if not spec.generates:
         return _fit_whole(replace(spec, max_tokens=0), num_prompt, limits)
     if num_prompt >= limits.max_model_len:
         raise PromptTooLongError(
@@ -118,9 +125,10 @@ def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
 def _fit_whole(spec: RequestSpec, num_prompt: int, limits: SchedulerLimits) -> RequestSpec:
     """A spec that generates nothing: its prompt may take all of the context."""
     if num_prompt > limits.max_model_len:
+        cut = ", or ask for its first ones with truncate_prompt_tokens" * (spec.pool is not None)
         raise PromptTooLongError(
             f"the text has {num_prompt} tokens, and the model takes {limits.max_model_len}; "
-            "shorten it, or ask for its first ones with truncate_prompt_tokens"
+            f"shorten it{cut}"
         )
     num_blocks = limits.num_blocks_for(num_prompt)
     if num_blocks > limits.num_blocks:

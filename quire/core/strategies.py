@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from quire.core.beam import BeamSearch
 from quire.core.plan import ONE_SAMPLE, Sample, Task, WorkResult
-from quire.core.pooling import Pool
+from quire.core.pooling import Pool, WeighTokens
 from quire.core.request import DecodingStrategy, FinishReason, Sequence, SequenceOps
 from quire.core.request_spec import RequestSpec
 
@@ -13,7 +13,9 @@ from quire.core.request_spec import RequestSpec
 def strategy_of(spec: RequestSpec, *, is_forked: bool = False) -> DecodingStrategy:
     """Return a new strategy for a request; `is_forked` where its sequences are there already."""
     if spec.pool is not None:
-        return PoolingStrategy(spec.pool)
+        return PoolingStrategy(spec.pool, is_whole=spec.pool.is_whole)
+    if spec.weigh is not None:
+        return PoolingStrategy(spec.weigh)
     return (
         SamplingStrategy(spec.num_sequences, is_forked=is_forked)
         if spec.beam is None
@@ -58,13 +60,14 @@ class SamplingStrategy:
 
 
 class PoolingStrategy:
-    """A vector of the prompt, and no token: the sequence ends where the prompt does."""
+    """Numbers of the prompt, and no token: the sequence ends where the prompt does. With `is_whole`
+    the task is one of every chunk."""
 
     is_plain = False
 
-    def __init__(self, pool: Pool) -> None:
-        self._tasks: tuple[Task, ...] = (pool,)
-        self.early_tasks: tuple[Task, ...] = self._tasks if pool.is_whole else ()
+    def __init__(self, task: Pool | WeighTokens, *, is_whole: bool = False) -> None:
+        self._tasks: tuple[Task, ...] = (task,)
+        self.early_tasks: tuple[Task, ...] = self._tasks if is_whole else ()
 
     def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
         return self._tasks

@@ -34,7 +34,7 @@ from quire.core.plan import (
     Verify,
     WorkResult,
 )
-from quire.core.pooling import Pool
+from quire.core.pooling import Pool, WeighTokens
 from quire.errors import InvalidParameterError
 from quire.executor.interface import Launched
 from quire.worker.companions import Companion, Companions
@@ -153,6 +153,7 @@ class NullExecutor:
             Candidates: self._report_candidates,
             ScorePrompt: self._score_prompt,
             Pool: self._pool,
+            WeighTokens: self._weigh,
         }
         num_slots = num_blocks * block_size if script is None else 0
         self._slot_tokens: NDArray[np.int64] = np.zeros(num_slots, np.int64)
@@ -305,6 +306,11 @@ class NullExecutor:
             return WorkResult()
         logits = self._read(work.row, end)
         return WorkResult(pooled=logits[:4].astype("<f4").tobytes())
+
+    def _weigh(self, work: RowWork, task: WeighTokens) -> WorkResult:
+        """Logits of some tokens behind the prompt."""
+        logits = self._read(work.row, work.start + work.num_tokens)
+        return WorkResult(pooled=logits[list(task.token_ids)].astype("<f4").tobytes())
 
     def _read(self, row: int, end: int) -> NDArray[np.float64]:
         """Logits after `end` tokens, of what each group sees of them."""

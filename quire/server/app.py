@@ -23,6 +23,7 @@ from quire.server.api.anthropic.messages import (
     Messages,
     MessagesQuery,
 )
+from quire.server.api.decisions import DecisionRequest, DecisionRuns, Decisions
 from quire.server.api.generation import Tracer
 from quire.server.api.openai.batches import Batches, BatchRequest
 from quire.server.api.openai.chat import ChatCompletions, ChatRequest
@@ -40,6 +41,7 @@ from quire.server.api.pooling.vectors import (
     PoolingRequest,
     Vectors,
 )
+from quire.server.api.systemone import SystemOne, SystemOneRequest
 from quire.server.api.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from quire.server.http.gateway import Gateway
 from quire.server.http.query import NoQuery
@@ -92,6 +94,7 @@ def build_app(
     routes = [
         *_generation_routes(api, chat, completions, responses),
         *_pooling_routes(vectors, scores),
+        *_decision_routes(api),
         *_file_routes(files, batches),
         *_operation_routes(api),
     ]
@@ -133,6 +136,14 @@ def _pooling_routes(vectors: Vectors, scores: TextScores) -> list[ApiRoute]:
             _post(path, scores.rerank, RerankRequest)
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
         ),
+    ]
+
+
+def _decision_routes(api: Api) -> list[ApiRoute]:
+    runs, is_strict = DecisionRuns(api), api.config.strict_fields
+    return [
+        _post("/v1/decisions", Decisions(runs, is_strict=is_strict).post, DecisionRequest),
+        _post("/v1/systemone", SystemOne(runs, is_strict=is_strict).post, SystemOneRequest),
     ]
 
 

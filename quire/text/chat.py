@@ -219,6 +219,18 @@ class ChatTemplate:
             meter_in_use.reset(token)
 
 
+def without_developer(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> Sequence[Mapping[str, Any]]:
+    """Replace OpenAI's newer name for "system", for templates that do not know it."""
+    if "developer" in template.source:
+        return messages
+    return [
+        {**message, "role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]
+
+
 def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
     """Return token ids of a rendered chat: control tokens where the template wrote them, plain text
     everywhere else.

@@ -94,7 +94,12 @@ def test_qwen3s_reranker_compares_yes_and_no_in_its_own_template(
                 logits = reference(torch.tensor([output.prompt_token_ids])).logits[0, -1]
             wanted = torch.sigmoid(logits[yes] - logits[no])
             assert output.outputs.score == pytest.approx(float(wanted), abs=1e-4)
-        assert any(output.num_cached_tokens for output in outputs)  # the template, computed once
+        before = llm.engine.scheduler.stats.num_steps
+        shorter = [text for text in texts if len(text) < 100]
+        outputs = llm.score("New", shorter, use_tqdm=False, instruction="Judge")
+        num_shared = len(tokenizer.encode(prefix, add_special_tokens=False))
+        assert all(each.num_cached_tokens > num_shared for each in outputs[1:])
+        assert llm.engine.scheduler.stats.num_steps - before == 2  # the first, then all others
 
 
 def test_without_a_classifier_a_score_is_a_cosine(folder_of: FolderOf, texts: list[str]) -> None:

@@ -227,7 +227,7 @@ class OutputProcessor:
             outputs=outputs,
             finished=request.is_finished,
             prompt_logprobs=self._scores(state) if state.is_scored else None,
-            pooled=request.pooled if request.pool is not None else None,
+            pooled=None if request.generates else request.pooled,
             num_vectors=_num_vectors(request),
             metrics=request.metrics,
             error=request.error,
@@ -325,7 +325,7 @@ def _num_vectors(request: RequestRecord) -> int:
     """Of a request for vectors: one, or one for each token that is pooled."""
     pool = request.pool
     if pool is None:
-        return 0
+        return int(not request.generates)
     return len(request.prompt_token_ids) - pool.num_skipped if pool.is_per_token else 1
 
 

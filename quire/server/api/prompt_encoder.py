@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 from quire.server.api.conversation import Conversation
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.http.off_loop import SMALL, off_loop
-from quire.text.chat import ChatTemplate, encode_chat
+from quire.text.chat import ChatTemplate, encode_chat, without_developer
 from quire.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096
@@ -139,7 +139,7 @@ class PromptEncoder:
             return num_chars
 
         def render() -> tuple[str, list[int]]:
-            shown = chosen.needs.fit_messages(_without_developer(messages, chosen))
+            shown = chosen.needs.fit_messages(without_developer(messages, chosen))
             draw = partial(
                 chosen.render,
                 tools=None if tools is None else chosen.needs.fit_tools(tools),
@@ -157,6 +157,11 @@ class PromptEncoder:
         is_large = len(messages) > _INLINE_MESSAGES
         num_chars = await off_loop(SMALL + 1 if is_large else conversation.num_body_bytes, count)
         return await self.work(num_chars, render)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None where there is none."""
+        return self._template
 
     @property
     def template_source(self) -> str:
@@ -306,18 +311,6 @@ def read_template(path: str | None) -> str | None:
 
 def _too_long(message: str, param: str | None) -> ApiError:
     return bad_request(message, param=param, code="context_length_exceeded")
-
-
-def _without_developer(
-    messages: Sequence[Mapping[str, Any]], template: ChatTemplate
-) -> Sequence[Mapping[str, Any]]:
-    """Replace OpenAI's newer name for "system", for templates that do not know it."""
-    if "developer" in template.source:
-        return messages
-    return [
-        {**message, "role": "system"} if message.get("role") == "developer" else message
-        for message in messages
-    ]
 
 
 def _check_roles(

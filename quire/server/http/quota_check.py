@@ -17,8 +17,12 @@ from quire.server.http.start_limiter import StartLimiter
 from quire.server.quota.admission import AdmissionControl
 
 GENERATING_PATHS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
-)
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+        "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score",
+        "/rerank", "/v1/rerank", "/v2/rerank", "/v1/decisions", "/v1/systemone",
+    }
+)  # fmt: skip
 """Whose requests take a place in the queue."""
 
 
