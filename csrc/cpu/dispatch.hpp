@@ -77,7 +77,7 @@ struct GemmBlock {
 
 // What the weights of one call take where they are not used as they lie.
 inline int64_t expanded_bytes(const LinearWeight &weight) {
-    if (!weight.is_integer()) return 0;
+    if (!weight.has_scales()) return 0;
     return GROUP_WIDTH * (weight.has_int8_inputs ? weight.padded_inputs() : CHUNK * int64_t{sizeof(float)});
 }
 

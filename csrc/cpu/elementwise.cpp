@@ -207,7 +207,7 @@ static void init_lookup(Lookup *self, uintptr_t table, int dtype, int64_t num_ro
 }
 
 static void init_packed_lookup(Lookup *self, const LinearWeight &weight) {
-    if (weight.is_integer()) throw std::invalid_argument("embedding: rows cannot be had back from a weight of integers");
+    if (weight.has_scales()) throw std::invalid_argument("embedding: rows cannot be had back from a quantized weight");
     check_attached("Lookup", weight);
     const DType dtype = weight.format == WeightFormat::f32 ? DType::f32 : DType::bf16;
     new (self) Lookup{weight.data, dtype, weight.num_outputs, weight.num_inputs, weight.panel_bytes()};

@@ -1,4 +1,5 @@
 // Packing of weights into the layout of weight.hpp, and the class that Python holds a packed weight by.
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -38,6 +39,45 @@ static void pack_group(const LinearWeight &weight, const int8_t *values, uint8_t
             both = static_cast<uint8_t>(both | (k % 8 < 4 ? byte : byte << 4));
         }
     }
+}
+
+// From twice a number (-12 ... 12) to its four bits, or -1.
+static int e2m1_of(int doubled) {
+    constexpr int CODES[] = {0, 1, 2, 3, 4, -1, 5, -1, 6, -1, -1, -1, 7};
+    const int magnitude = doubled < 0 ? -doubled : doubled;
+    if (magnitude > 12 || CODES[magnitude] < 0) return -1;
+    return CODES[magnitude] | (doubled < 0 ? 8 : 0);
+}
+
+// Half a scale, as Python has it, to the byte of the scale; -1 where it is no power of two from 2^-126 to 2^124.
+static int e8m0_of(float half) {
+    uint32_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    const int exponent = static_cast<int>(bits >> 23);
+    return (bits & 0x7fffff) != 0 || exponent < 1 || exponent > 251 ? -1 : exponent + 1;
+}
+
+// Returns whether all numbers can be held.
+static bool pack_mxfp4(const LinearWeight &weight, const Quantized &from, int64_t first, int64_t width, char *panel) {
+    const int64_t num_groups = weight.num_groups();
+    bool is_whole = true;
+    for (int64_t i = 0; i < width; ++i) {
+        for (int64_t group = 0; group < num_groups; ++group) {
+            uint8_t *to = reinterpret_cast<uint8_t *>(panel + group * weight.group_bytes());
+            const int scale = e8m0_of(from.scales[(first + i) * num_groups + group]);
+            is_whole &= scale >= 0;
+            to[i] = static_cast<uint8_t>(scale);
+            const int8_t *values = from.values + (first + i) * weight.num_inputs + group * weight.group_size;
+            uint8_t *codes = to + weight.header_bytes() + i * 4;
+            for (int64_t k = 0; k < weight.group_size; ++k) {
+                const int code = e2m1_of(values[k]);
+                is_whole &= code >= 0;
+                uint8_t &both = codes[k / 8 * 4 * PANEL + k % 4];
+                both = static_cast<uint8_t>(both | (k % 8 < 4 ? code & 15 : code << 4));
+            }
+        }
+    }
+    return is_whole;
 }
 
 static void pack_integers(const LinearWeight &weight, const Quantized &from, int64_t first, int64_t width, char *panel) {
@@ -81,7 +121,7 @@ void check_attached(const char *function, const LinearWeight &weight) {
 static void pack(const LinearWeight &weight, uintptr_t from) {
     const Arguments args("pack");
     check_attached("pack", weight);
-    args.require(!weight.is_integer(), "a weight of integers is packed by pack_quantized");
+    args.require(!weight.has_scales(), "a weight of integers is packed by pack_quantized");
     const DType dtype = weight.format == WeightFormat::f32 ? DType::f32 : DType::bf16;
     const Memory values = args.memory("the values", from, dtype, {weight.num_outputs, weight.num_inputs});
     args.apart(memory_of(weight), values);
@@ -97,7 +137,7 @@ static void pack(const LinearWeight &weight, uintptr_t from) {
 static void pack_quantized(const LinearWeight &weight, uintptr_t values, uintptr_t scales, uintptr_t offsets) {
     const Arguments args("pack_quantized");
     check_attached("pack_quantized", weight);
-    args.require(weight.is_integer(), "a weight of floats is packed by pack");
+    args.require(weight.has_scales(), "a weight of floats is packed by pack");
     args.require(weight.has_offsets == (offsets != 0), "offsets are given, or not, as the weight says");
     const int64_t num_groups = weight.num_groups();
     const Quantized from{args.array<const int8_t>("the values", values, {weight.num_outputs, weight.num_inputs}),
@@ -105,14 +145,18 @@ static void pack_quantized(const LinearWeight &weight, uintptr_t values, uintptr
                          args.array<const float>("the offsets", offsets, {weight.has_offsets ? weight.num_outputs : 0, num_groups})};
     check_scales(args, from.scales, weight.num_outputs * num_groups);
     if (from.offsets != nullptr) check_scales(args, from.offsets, weight.num_outputs * num_groups);
-    pack_panels(weight,
-                [&](int64_t first, int64_t width, char *to) { pack_integers(weight, from, first, width, to); });
+    std::atomic<bool> is_whole = true;
+    pack_panels(weight, [&](int64_t first, int64_t width, char *to) {
+        if (weight.is_integer()) return pack_integers(weight, from, first, width, to);
+        if (!pack_mxfp4(weight, from, first, width, to)) is_whole = false;
+    });
+    args.require(is_whole, "mxfp4 holds twice e2m1 numbers, and powers of two from 2^-126 to 2^124 as halves of scales");
 }
 
-static constexpr const char *FORMATS[] = {"f32", "bf16", "int8", "int4"};
+static constexpr const char *FORMATS[] = {"f32", "bf16", "int8", "int4", "mxfp4"};
 
 static WeightFormat format_of(const std::string &name) {
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 5; ++i) {
         if (name == FORMATS[i]) return static_cast<WeightFormat>(i);
     }
     throw std::invalid_argument("there is no weight format " + name);
@@ -129,8 +173,8 @@ static void init_weight(LinearWeight *self, const std::string &format, int64_t n
         throw std::invalid_argument("a weight [" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) +
                                     "] with groups of " + std::to_string(group_size) + " inputs cannot be");
     }
-    if (!weight.is_integer() && (has_offsets || has_int8_inputs || group_size != num_inputs)) {
-        throw std::invalid_argument("only integer weights have groups, offsets and int8 inputs");
+    if (!weight.is_integer() && (has_offsets || has_int8_inputs || (!weight.has_scales() && group_size != num_inputs))) {
+        throw std::invalid_argument("only integer weights have offsets and int8 inputs, and only they and mxfp4 groups");
     }
     if (has_int8_inputs && group_size > MAX_INT8_GROUP) {
         throw std::invalid_argument("the sum of " + std::to_string(group_size) + " products does not fit 32 bits");

@@ -79,6 +79,10 @@ class QuantizedWeight:
     group_size: int
     """Inputs that share a scale; a divisor of K, and K itself for one scale per output."""
     activations: InputFormat
+    is_mxfp4: bool = False
+    """Values are twice e2m1 numbers (0, 1, 2, 3, 4, 6, 8, 12 and their negatives), in 4 bits
+    without offsets; scales are halves of those of the format, powers of two from 2^-126 to 2^124
+    (OCP Microscaling Formats, version 1.0). Inputs are floating point."""
 
     @property
     def is_fp8(self) -> bool:

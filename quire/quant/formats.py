@@ -34,10 +34,12 @@ class IntegerFormat:
     has_offsets: bool = False
     is_fp8: bool = False
     """e4m3 numbers in place of integers."""
+    is_mxfp4: bool = False
+    """e2m1 numbers in place of integers, with scales of a byte."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Return bytes of values, scales and offsets."""
-        per_group = _SCALE_BYTES * (2 if self.has_offsets else 1)
+        per_group = 1 if self.is_mxfp4 else _SCALE_BYTES * (2 if self.has_offsets else 1)
         return num_outputs * (
             num_inputs * self.bits // 8 + num_inputs // self.group_size * per_group
         )
@@ -101,16 +103,18 @@ class WeightFormats:
 
 def join(formats: Iterable[IntegerFormat]) -> IntegerFormat:
     """Return the format that holds weights of all of `formats` exactly: the widest integers,
-    the finest groups."""
+    the finest groups. e2m1 numbers beside integers are integers of 8 bits."""
     listed = list(formats)
+    is_alike = len({each.is_mxfp4 for each in listed}) == 1
     return IntegerFormat(
-        bits=8 if any(each.bits == 8 for each in listed) else 4,
+        bits=8 if not is_alike or any(each.bits == 8 for each in listed) else 4,
         group_size=math.gcd(*(each.group_size for each in listed)),
         activations=listed[0].activations
         if len({each.activations for each in listed}) == 1
         else "float",
         has_offsets=any(each.has_offsets for each in listed),
         is_fp8=all(each.is_fp8 for each in listed),
+        is_mxfp4=is_alike and listed[0].is_mxfp4,
     )
 
 

@@ -52,6 +52,7 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         bits=held.bits,
         group_size=held.group_size,
         activations=held.activations,
+        is_mxfp4=held.is_mxfp4,
     )
 
 
@@ -63,6 +64,7 @@ def format_of(weight: QuantizedWeight) -> IntegerFormat:
         weight.activations,
         weight.offsets is not None,
         weight.is_fp8,
+        weight.is_mxfp4,
     )
 
 

@@ -1,8 +1,9 @@
 """How a quantized checkpoint keeps its projections: the strict reading of `quantization_config`,
 torch-free.
 
-Owns the public formats' vocabulary (GPTQ, AWQ, compressed-tensors, FP8) and turns it into one
-record per projection, which says what tensors are stored for it and how it will be held in memory.
+Owns the public formats' vocabulary (GPTQ, AWQ, compressed-tensors, FP8, MXFP4) and turns it into
+one record per projection, which says what tensors are stored for it and how it will be held in
+memory.
 A value that is not implemented is refused by the name of its key. `quire.quant.unpacking` has the
 arithmetic.
 
@@ -23,12 +24,13 @@ from typing import Literal, Protocol, cast
 from quire.common.numbers import ceil_div
 from quire.errors import ConfigError
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import DecoderSpec, LinearSpec
+from quire.models.declaration import DecoderSpec, LinearSpec, StackedPlace
 from quire.quant.formats import IntegerFormat, WeightFormats
 from quire.weights.checkpoint import ExpectedTensor, Layout
 
 Activations = Literal["int8", "float"]
 _INT32 = frozenset({"I32"})
+_BYTES = frozenset({"U8"})
 _MAX_PATTERN_LEN = 500
 _MAX_REPETITIONS = 4
 _ESCAPED = re.compile(r"\\.|\[[^\]]*\]")
@@ -199,6 +201,38 @@ class Fp8Storage:
         return self.requantized
 
 
+MXFP4_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Storage:
+    """Blocks of 32 e2m1 numbers along the inputs, two to a byte, with a scale of a byte (e8m0), of
+    matrices that lie in one tensor: `*_blocks` [E, N, K / 32, 16] and `*_scales` [E, N, K / 32] in
+    place of [E, K, N]."""
+
+    def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
+        place, num_outputs = linear.weight.other_place, _stored_outputs(linear)
+        assert place is not None and linear.weight.is_transposed
+        num_blocks = linear.num_inputs // _group_size(MXFP4_BLOCK, linear)
+        count, first = place.shape[0], place.first_row // linear.num_inputs * num_outputs
+        rows, stacked = (num_outputs, num_blocks), (count, num_outputs, num_blocks)
+        return (
+            ExpectedTensor(
+                f"{linear.name}.blocks", ((*rows, MXFP4_BLOCK // 2),), _BYTES,
+                place=StackedPlace(
+                    f"{place.name}_blocks", (*stacked, MXFP4_BLOCK // 2), first * num_blocks
+                ),
+            ),
+            ExpectedTensor(
+                f"{linear.name}.scales", (rows,), _BYTES,
+                place=StackedPlace(f"{place.name}_scales", stacked, first),
+            ),
+        )  # fmt: skip
+
+    def held(self, linear: LinearSpec) -> IntegerFormat | None:
+        return IntegerFormat(4, MXFP4_BLOCK, "float", is_mxfp4=True)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointStorage:
     """Every projection of a checkpoint that is not stored as plain floating point,
@@ -220,7 +254,10 @@ class CheckpointStorage:
         held = {name: storage.held(self.linears[name]) for name, storage in self.by_name.items()}
         integers = {name: each for name, each in held.items() if each is not None}
         sizes = {
-            ("fp8" if each.is_fp8 else f"{each.bits}-bit", each.activations)
+            (
+                "fp8" if each.is_fp8 else "mxfp4" if each.is_mxfp4 else f"{each.bits}-bit",
+                each.activations,
+            )
             for each in integers.values()
         }
         kinds = sorted(f"{size} weights, activations {activations}" for size, activations in sizes)
@@ -273,8 +310,8 @@ def read_storage(
     ):
         raise ConfigError(
             f"quantization={method!r}, but the checkpoint ({name}) is quantized otherwise "
-            "already; leave it out (the same bits "
-            f"say that the activations are to be quantized, too; FP8 can become int8)"
+            "already; leave it out (the same bits say that the activations are to be quantized, "
+            "too, but not of MXFP4; FP8 can become int8)"
         )
     return CheckpointStorage(name, wished, linears)
 
@@ -287,6 +324,8 @@ def _with_wish(storage: LinearStorage, linear: LinearSpec, method: str) -> Linea
         return (
             dataclasses.replace(storage, requantized=requantized) if method == "int8" else storage
         )
+    if isinstance(storage, Mxfp4Storage):
+        return storage
     assert isinstance(storage, GptqStorage | AwqStorage | CompressedStorage)
     return (
         dataclasses.replace(storage, activations="int8")
@@ -371,6 +410,19 @@ def _read_fp8(config: ConfigReader) -> tuple[str, Assign]:
         return None if is_excluded else storage
 
     return "FP8", assign
+
+
+def _read_mxfp4(config: ConfigReader) -> tuple[str, Assign]:
+    """Only matrices that lie in one tensor are stored so, however many others are excluded."""
+    excluded = config.texts("modules_to_not_convert")
+    config.ignore("dequantize")  # transformers' own way to compute
+    storage = Mxfp4Storage()
+
+    def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
+        is_excluded = any(_is_within_pattern(module, name) for name in excluded)
+        return None if is_excluded or linear.weight.other_place is None else storage
+
+    return "MXFP4", assign
 
 
 def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
@@ -543,6 +595,7 @@ _METHODS: dict[str, Callable[[ConfigReader], tuple[str, Assign]]] = {
     "awq": _read_awq,
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
+    "mxfp4": _read_mxfp4,
 }
 
 
@@ -597,3 +650,12 @@ def _is_head(module: str) -> bool:
 def _is_within(module: str, name: str) -> bool:
     """Return whether a module is `name` or lies inside it; `name` may leave out the beginning."""
     return f".{module}.".endswith(f".{name}.") or f".{module}.".find(f".{name}.") >= 0
+
+
+def _is_within_pattern(module: str, pattern: str) -> bool:
+    """As `_is_within`; a `*` stands for one part of a name."""
+    parts, wanted = module.split("."), pattern.split(".")
+    return any(
+        all(each in ("*", part) for each, part in zip(wanted, parts[start:], strict=False))
+        for start in range(len(parts) - len(wanted) + 1)
+    )

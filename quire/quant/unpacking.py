@@ -22,18 +22,25 @@ from quire.models.declaration import LinearSpec
 from quire.quant.integers import rows_of
 from quire.quant.linears import WeightUnpacker
 from quire.quant.storage import (
+    MXFP4_BLOCK,
     AwqStorage,
     CheckpointStorage,
     CompressedStorage,
     Fp8Storage,
     GptqStorage,
     LinearStorage,
+    Mxfp4Storage,
 )
 
 logger = logging.getLogger(__name__)
 
 # Place of a nibble in AWQ's word to the column that it belongs to.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the number that four bits stand for."""
+_E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int16)
+"""Those of a byte, the lower bits first, as one number."""
+_MIN_EXPONENT, _MAX_EXPONENT = 2, 252
 _MIN_REGULAR_GROUP = 16
 """Groups finer than this cost more memory in scales than they save against 8 bits."""
 
@@ -51,7 +58,7 @@ def unpack_weight(
     that contradict each other."""
     whole = _UNPACKERS[type(storage)](storage, _Module(reader, linear))
     first = linear.weight.first_row
-    if linear.weight.stored_rows is None:
+    if linear.weight.stored_rows is None or isinstance(storage, Mxfp4Storage):
         return whole
     chosen = torch.arange(first, first + linear.num_outputs)
     return whole[chosen] if isinstance(whole, Tensor) else rows_of(whole, chosen)
@@ -93,6 +100,9 @@ class _Module:
         self.num_outputs = linear.weight.stored_rows or linear.num_outputs
         self.num_inputs = linear.num_inputs
         self.has_bias = linear.bias is not None
+        first, step = linear.weight.first_row, linear.weight.row_step
+        self.rows = slice(first, first + step * linear.num_outputs, step)
+        """The projection's own, of all that are stored."""
 
     def optional(self, name: str) -> Tensor | None:
         return self._reader.read(f"{self.name}.{name}")
@@ -207,6 +217,24 @@ def _fp8(storage: Fp8Storage, module: _Module) -> QuantizedWeight | Tensor:
     return weight.float() * rows.repeat_interleave(wide, 1)[:, : weight.shape[1]]
 
 
+def _mxfp4(storage: Mxfp4Storage, module: _Module) -> QuantizedWeight:
+    """Of the projection's own rows alone: unpacking takes longer than reading."""
+    blocks, exponents = (module[name][module.rows] for name in ("blocks", "scales"))
+    if int(exponents.max()) > _MAX_EXPONENT:
+        raise CheckpointError(
+            f"{module.name}.scales has the byte {int(exponents.max())}: numbers of that block are "
+            "not finite"
+        )
+    pairs = _E2M1_PAIRS.index_select(0, blocks.flatten().int())
+    values = pairs.view(torch.int8).view(*exponents.shape, MXFP4_BLOCK)
+    if (is_tiny := exponents < _MIN_EXPONENT).any():  # below all normal numbers
+        values[is_tiny] = 0
+    scales = torch.exp2(exponents.clamp(min=_MIN_EXPONENT).float() - 128)
+    return QuantizedWeight(
+        values.view(len(values), -1), scales, None, 4, MXFP4_BLOCK, "float", is_mxfp4=True
+    )
+
+
 _IntegerStorage = GptqStorage | AwqStorage | CompressedStorage
 
 
@@ -227,4 +255,5 @@ _UNPACKERS: dict[type[Any], Callable[[Any, _Module], QuantizedWeight | Tensor]] 
     AwqStorage: _awq,
     CompressedStorage: _compressed,
     Fp8Storage: _fp8,
+    Mxfp4Storage: _mxfp4,
 }

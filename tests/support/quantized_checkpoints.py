@@ -289,3 +289,34 @@ def compressed_tensors(
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
+
+
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+
+
+def mxfp4(weights: Array) -> tuple[Tensor, Tensor, Array]:
+    """Blocks of 32 inputs of weights [..., outputs, inputs] in MXFP4, rounded to nearest: blocks
+    uint8 [..., outputs, inputs / 32, 16], scales uint8, and what they mean."""
+    groups = weights.astype(np.float32).reshape(*weights.shape[:-1], -1, 32)
+    largest = np.maximum(np.abs(groups).max(-1, keepdims=True), 2.0**-100)
+    exponents = np.floor(np.log2(largest)) - 2
+    scaled = groups / np.exp2(exponents).astype(np.float32)
+    codes = np.abs(np.abs(scaled)[..., None] - _E2M1).argmin(-1)
+    meant = np.sign(scaled) * _E2M1[codes] * np.exp2(exponents).astype(np.float32)
+    codes = codes + np.where(scaled < 0, 8, 0)
+    blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+    scales = (exponents[..., 0] + 127).astype(np.uint8)
+    return torch.from_numpy(blocks), torch.from_numpy(scales), meant.reshape(weights.shape)
+
+
+def store_stacked_mxfp4(stored: Mapping[str, Tensor], suffixes: tuple[str, ...]) -> Tensors:
+    """Tensors as a checkpoint of gpt-oss has them: of each that ends so, [E, inputs, outputs],
+    `*_blocks` and `*_scales` in its place."""
+    found: Tensors = {}
+    for name, tensor in stored.items():
+        if not name.endswith(suffixes):
+            found[name] = tensor
+            continue
+        blocks, scales, _ = mxfp4(tensor.transpose(1, 2).float().numpy())
+        found |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
+    return found

@@ -162,7 +162,7 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
     }
 }
 
-// ---- integers made float32 ----
+// ---- integers and mxfp4 made float32 ----
 
 struct Scaling {
     Vec scale, zero, offset;
@@ -218,6 +218,47 @@ static void expand_group(const LinearWeight &weight, const char *group, int64_t 
     }
 }
 
+// The number that the four bits at `Shift` mean (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
+template <int Shift>
+QINLINE Vec e2m1(Bits words) {
+    const Bits codes = shift_right<Shift>(words);
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps(codes, _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
+                                                       -2.0f, -3.0f, -4.0f, -6.0f));  // by the low four bits
+#else
+    const Bits sign = shift_left<28>(and_bits(codes, broadcast_bits(8)));
+#if defined(__AVX2__)
+    const Vec magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f), codes);
+#else  // a convex function of the three bits
+    const Vec m = mul(to_float(and_bits(codes, broadcast_bits(7))), broadcast(0.5f)), twice = add(m, m);
+    const Vec steep = max(sub(twice, broadcast(2.0f)), sub(add(twice, twice), broadcast(8.0f)));
+    const Vec magnitude = max(m, steep);
+#endif
+    return as_float(or_bits(as_bits(magnitude), sign));
+#endif
+}
+
+// Inputs [k, k + n) of one panel of mxfp4, all within one group. Products with powers of two are exact.
+static void expand_mxfp4(const LinearWeight &weight, const char *group, int64_t k, int64_t n, float *out) {
+    const char *w = group + weight.header_bytes() + k / 8 * 4 * PANEL;
+    for (int v = 0; v < PANEL_VECS; ++v) {
+        const Bits exponents = and_bits(load_signed_bytes(group + v * LANES), broadcast_bits(0xff));
+        const Vec scale = as_float(shift_left<23>(exponents));
+        for (int64_t i = 0; i < n; i += 8) {
+            const Bits words = load_bits(w + i * PANEL / 2 + v * 4 * LANES);
+            float *to = out + i * PANEL + v * LANES;
+            store(to, mul(e2m1<0>(words), scale));
+            store(to + PANEL, mul(e2m1<8>(words), scale));
+            store(to + 2 * PANEL, mul(e2m1<16>(words), scale));
+            store(to + 3 * PANEL, mul(e2m1<24>(words), scale));
+            store(to + 4 * PANEL, mul(e2m1<4>(words), scale));
+            store(to + 5 * PANEL, mul(e2m1<12>(words), scale));
+            store(to + 6 * PANEL, mul(e2m1<20>(words), scale));
+            store(to + 7 * PANEL, mul(e2m1<28>(words), scale));
+        }
+    }
+}
+
 // Inputs [k, k + n) of one panel, as float32 [n][16].
 static void expand(const LinearWeight &weight, const char *panel, int64_t k, int64_t n, float *out) {
     const int64_t group_len = weight.padded_group(), end = k + n;
@@ -225,7 +266,8 @@ static void expand(const LinearWeight &weight, const char *panel, int64_t k, int
         const int64_t group = k / group_len, from = k - group * group_len;
         const char *data = panel + group * weight.group_bytes();
         now = min64(group_len - from, end - k);
-        const auto expand_some = weight.format == WeightFormat::int8
+        const auto expand_some = weight.format == WeightFormat::mxfp4 ? expand_mxfp4
+                                : weight.format == WeightFormat::int8
                                 ? (weight.has_offsets ? expand_group<8, true> : expand_group<8, false>)
                                 : (weight.has_offsets ? expand_group<4, true> : expand_group<4, false>);
         expand_some(weight, data, from, now, out);

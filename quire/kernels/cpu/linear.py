@@ -25,6 +25,7 @@ from quire.kernels.cpu.checks import (
 )
 from quire.kernels.host_memory import empty_bytes
 from quire.kernels.interface import PackedLinear, QuantizedWeight
+from quire.kernels.reference.linear import check_kind
 from quire.kernels.sampling import Draws
 from quire.program.operations import Gating, gating_code
 
@@ -37,7 +38,7 @@ class PackedLayout:
     """How the bytes of a packed weight are read: plain values,
     fit to be stored beside them with `LAYOUT_VERSION`."""
 
-    format: Literal["f32", "bf16", "int8", "int4"]
+    format: Literal["f32", "bf16", "int8", "int4", "mxfp4"]
     num_outputs: int
     num_inputs: int
     group_size: int
@@ -191,9 +192,10 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None = None) -> CpuLi
             f"{_native.MAX_INT8_GROUP}); "
             "quantize the weight in smaller groups, or leave the activations in floating point"
         )
+    check_kind(weight)
     _check_range(weight)
     layout = PackedLayout(
-        "int8" if weight.bits == 8 else "int4",
+        "mxfp4" if weight.is_mxfp4 else "int8" if weight.bits == 8 else "int4",
         num_outputs,
         num_inputs,
         size,
@@ -213,7 +215,7 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None = None) -> CpuLi
 
 def _check_range(weight: QuantizedWeight) -> None:
     """ValueError where a value does not fit the weight's bits."""
-    if weight.values.numel() == 0:
+    if weight.values.numel() == 0 or weight.is_mxfp4:  # which the extension checks
         return
     least, most = (int(each) for each in weight.values.aminmax())
     low, high = (-8, 7) if weight.bits == 4 else (-128, 127)

@@ -143,6 +143,10 @@ def check_quantized(weight: QuantizedWeight, bias: Tensor | None) -> None:
 
 def check_kind(weight: QuantizedWeight) -> None:
     """Raise ValueError unless values, bits, offsets and activations go together."""
+    if weight.is_mxfp4 and (weight.bits != 4 or weight.offsets is not None):
+        raise ValueError("mxfp4 values have 4 bits and no offsets")
+    if weight.is_mxfp4 and (weight.is_fp8 or weight.activations != "float"):
+        raise ValueError("mxfp4 values are multiplied by inputs in floating point")
     if weight.is_fp8 and (
         weight.bits != 8 or weight.offsets is not None or weight.activations == "int8"
     ):

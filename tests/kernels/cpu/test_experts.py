@@ -9,12 +9,12 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.cpu.experts import reasons_against
-from quire.kernels.interface import ExpertChoice, Kernels, PackedLinear
+from quire.kernels.interface import ExpertChoice, Kernels, PackedLinear, QuantizedWeight
 from quire.program.operations import Routing
 from quire.quant.formats import IntegerFormat
 from quire.quant.rounding import quantize
 
-FORMATS = ["float32", "bfloat16", "int8", "int4"]
+FORMATS = ["float32", "bfloat16", "int8", "int4", "mxfp4"]
 HIDDEN, INNER, EXPERTS = 96, 40, 7
 
 
@@ -28,11 +28,25 @@ def draw(*shape: int) -> Tensor:
 
 
 def pack(kernels: Kernels, weight: Tensor, form: str, bias: Tensor | None = None) -> PackedLinear:
+    if form == "mxfp4":
+        return kernels.pack_quantized(mxfp4(weight), bias)
     if not form.startswith("int"):
         return kernels.pack_linear(weight.to(getattr(torch, form)), bias)
     size = weight.shape[1] if form == "int8" else 8
     held = IntegerFormat(8 if form == "int8" else 4, size, "int8")
     return kernels.pack_quantized(quantize(weight, held), bias)
+
+
+def mxfp4(weight: Tensor) -> QuantizedWeight:
+    """In groups of 8 inputs, rounded down to what there is."""
+    groups = weight.view(len(weight), -1, 8)
+    scales = torch.exp2(groups.abs().amax(-1).log2().ceil() - 3)
+    numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+    places = torch.searchsorted(
+        numbers, (groups.abs() / scales[..., None]).floor().long(), right=True
+    )
+    values = (numbers[places - 1] * groups.sign()).to(torch.int8).view(weight.shape)
+    return QuantizedWeight(values, scales, None, 4, 8, "float", is_mxfp4=True)
 
 
 def layer(kernels: Kernels, form: str, *, inner: int = INNER) -> tuple[PackedLinear, PackedLinear]:

@@ -212,6 +212,55 @@ def test_float_inputs_give_the_bits_of_the_dequantized_weight(
         ), f"batch of {count}"
 
 
+def e2m1(shape: tuple[int, int], size: int) -> QuantizedWeight:
+    """All numbers in all places of a word; small and large scales."""
+    numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12])
+    places = torch.arange(shape[0] * shape[1]).view(shape) * 7 % 15
+    generator = torch.Generator().manual_seed(5)
+    exponents = torch.randint(-12, 3, (shape[0], shape[1] // size), generator=generator)
+    exponents[0, 0], exponents[1, 0] = -126, 100
+    return QuantizedWeight(
+        numbers[places].to(torch.int8), torch.exp2(exponents.float()), None, 4, size, "float",
+        is_mxfp4=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_inputs", "size"), [(64, 32), (96, 8), (608, 32), (40, 40)])
+def test_mxfp4_gives_the_bits_of_the_dequantized_weight(
+    native_isa: Kernels, num_inputs: int, size: int
+) -> None:
+    weight, x = e2m1((70, num_inputs), size), draw(130, num_inputs, dtype=torch.bfloat16)
+    plain, packed = (
+        native_isa.pack_linear(dequantized(weight), draw(70)),
+        native_isa.pack_quantized(weight, draw(70)),
+    )
+    for count in (1, 6, 7, 130):
+        got = native_isa.linear(x[:count], packed, out_dtype="float32")
+        assert torch.equal(got, native_isa.linear(x[:count], plain, out_dtype="float32"))
+    assert got.isfinite().all()
+    assert packed.num_bytes == 80 * (num_inputs // 2 + num_inputs // size) + 70 * 4
+
+
+def test_what_mxfp4_does_not_hold_is_refused(native: Kernels, reference: Kernels) -> None:
+    weight = e2m1((32, 64), 32)
+    for wrong in (5, -7, 13, -128):
+        values = weight.values.clone()
+        values[20, 33] = wrong
+        with pytest.raises(ValueError, match="mxfp4 holds"):
+            native.pack_quantized(replace(weight, values=values))
+    for scale in (3.0, 2.0**-127, 2.0**125, -1.0):
+        scales = weight.scales.clone()
+        scales[31, 1] = scale
+        with pytest.raises(ValueError, match="mxfp4 holds"):
+            native.pack_quantized(replace(weight, scales=scales))
+    for kernels in (native, reference):
+        with pytest.raises(ValueError, match="inputs in floating point"):
+            kernels.pack_quantized(replace(weight, activations="int8"))
+        with pytest.raises(ValueError, match="4 bits and no offsets"):
+            kernels.pack_quantized(replace(weight, offsets=weight.scales))
+    assert native.table_of(native.pack_quantized(weight)) is None
+
+
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("num_rows", [1, 6, 250])
 def test_the_number_of_threads_changes_no_bit_of_integers(
