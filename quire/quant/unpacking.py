@@ -229,7 +229,8 @@ def _mxfp4(storage: Mxfp4Storage, module: _Module) -> QuantizedWeight:
     values = pairs.view(torch.int8).view(*exponents.shape, MXFP4_BLOCK)
     if (is_tiny := exponents < _MIN_EXPONENT).any():  # below all normal numbers
         values[is_tiny] = 0
-    scales = torch.exp2(exponents.clamp(min=_MIN_EXPONENT).float() - 128)
+    # two to the power of 128 less: exact, as torch's own function need not be
+    scales = ((exponents.clamp(min=_MIN_EXPONENT).int() - 1) << 23).view(torch.float32)
     return QuantizedWeight(
         values.view(len(values), -1), scales, None, 4, MXFP4_BLOCK, "float", is_mxfp4=True
     )

@@ -422,9 +422,9 @@ def test_too_little_memory_for_experts_says_the_numbers(tiny_config: Path) -> No
         _plan(tiny_config, _machine(2 << 20), hf_overrides=EXPERTS)
 
 
-def test_integer_experts_on_a_gpu_are_refused(tiny_config: Path) -> None:
+def test_integer_experts_on_a_gpu_take_less_memory(tiny_config: Path) -> None:
     machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
     options: dict[str, Any] = {"device": "cuda", "hf_overrides": EXPERTS}
-    assert _plan(tiny_config, machine, **options).device == "cuda"
-    with pytest.raises(ConfigError, match="experts of floating-point weights only"):
-        _plan(tiny_config, machine, quantization="int8", **options)
+    plans = [_plan(tiny_config, machine, quantization=each, **options) for each in (None, "int8")]
+    assert plans[0].device == plans[1].device == "cuda"
+    assert plans[1].weight_bytes < plans[0].weight_bytes

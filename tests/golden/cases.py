@@ -22,6 +22,7 @@ from quantized_checkpoints import (
     fp8,
     gptq,
     packed_integers,
+    store_gpt_oss,
     store_model,
 )
 
@@ -131,10 +132,16 @@ GGUF = {
 """By the name: the encoding of the projections, and that of the tied head."""
 
 
+STACKED_MXFP4 = "gpt oss, mxfp4"
+
+
 def write(name: str, folder: Path) -> Path:
     """Write a case's checkpoint into a new folder; the path to open."""
     if name in CONFIGS:
         return write_checkpoint(folder, CONFIGS[name])
+    if name == STACKED_MXFP4:
+        plain = write_checkpoint(folder / "plain", CONFIGS["gpt oss"])
+        return store_gpt_oss(folder / "stored", plain)
     if name in GGUF:
         return store_gguf(
             folder / "stored",
@@ -243,7 +250,11 @@ def _weights() -> dict[str, Case]:
         f"{name}, float32": Case(name, _F32, kernels=_CPU_AND_REFERENCE)
         for name in ("gptq", "fp8", "gguf Q4_K")
     }
-    return at_load | as_stored | with_int8_inputs | in_float32
+    stacked = {
+        f"{STACKED_MXFP4}, {dtype}": Case(STACKED_MXFP4, options, kernels=_kernels(dtype))
+        for dtype, options in _BOTH.items()
+    }
+    return at_load | as_stored | with_int8_inputs | in_float32 | stacked
 
 
 def _caches() -> dict[str, Case]:
@@ -293,6 +304,7 @@ def _interpreted() -> dict[str, Case]:
         "llama": _F32, "gemma2": _F32, "gemma3": _BF16, "gpt2": _BF16,
         "qwen3": _BF16 | {"kv_cache_dtype": "int8"}, "phi3": _F32 | {"quantization": "int4"},
         "olmo2": _F32 | {"kv_cache_dtype": "fp8"}, "gptq": _F32, "gpt oss": _F32,
+        "qwen2 moe": _F32 | {"quantization": "int4"}, STACKED_MXFP4: _F32,
     }  # fmt: skip
     return {
         f"{name}, interpreted": Case(name, options, [_FEW], ("triton",))

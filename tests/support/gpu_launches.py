@@ -66,6 +66,11 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
         KERNELS.paged_attention(
             narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0
         )
+        sinks = torch.zeros(32, dtype=dtype)
+        for contexts in ([100, 3000], [100, 200]):
+            KERNELS.paged_attention(
+                narrow, keys, values, batch([1, 1], contexts), scale=0.1, sinks=sinks
+            )
         # decodes that go through their splits one by one
         many = torch.zeros(64, 32, head_size, dtype=dtype)
         KERNELS.paged_attention(many, keys, values, batch([1] * 64, [3000] * 64), scale=0.1)
@@ -186,6 +191,26 @@ def fp8() -> None:
             KERNELS.gated_linear(x, packed, "silu")
 
 
+def integer_experts() -> None:
+    """Of gpt-oss's number and in its format, and in those of other checkpoints."""
+    kinds = ((8, 0, "int8", False), (4, 128, "int8", False), (4, 32, "float", True))
+    for bits, size, activations, is_mxfp4 in kinds:
+        up, down = (
+            KERNELS.pack_quantized(
+                QuantizedWeight(
+                    torch.zeros(shape, dtype=torch.int8),
+                    torch.zeros(shape[0], shape[1] // (size or shape[1])),
+                    None, bits, size or shape[1], activations, is_mxfp4,  # type: ignore[arg-type]
+                ),
+                torch.zeros(shape[0], dtype=BF16),
+            )
+            for shape in ((32 * 2 * 512, 512), (32 * 512, 512))
+        )  # fmt: skip
+        choice = KERNELS.choose_experts(torch.zeros(8, 32), Routing(32, 4, True))
+        x = torch.zeros(8, 512, dtype=BF16)
+        KERNELS.apply_experts(x, up, down, choice, "clamped_swish")
+
+
 def experts() -> None:
     """Of Mixtral's inner width and DeepSeek's number, by an eighth of the hidden size."""
     up = KERNELS.pack_linear(torch.zeros(64 * 2 * 1024, 512, dtype=BF16))
@@ -262,6 +287,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "integers": integers,
     "fp8": fp8,
     "experts": experts,
+    "integer-experts": integer_experts,
     "small": small,
     "small-float32": lambda: small(torch.float32),
     "sampling": sampling,

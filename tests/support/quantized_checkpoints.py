@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.kernels.interface import QuantizedWeight
+
 Array = NDArray[Any]
 Tensors = dict[str, Tensor]
 Source = np.random.Generator | Array
@@ -320,3 +322,27 @@ def store_stacked_mxfp4(stored: Mapping[str, Tensor], suffixes: tuple[str, ...])
         blocks, scales, _ = mxfp4(tensor.transpose(1, 2).float().numpy())
         found |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
     return found
+
+
+def store_gpt_oss(folder: Path, plain: Path) -> Path:
+    """A checkpoint of gpt-oss with its experts in MXFP4, as it is published."""
+    stored = load_file(plain / "model.safetensors")
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    tensors = store_stacked_mxfp4(stored, ("experts.gate_up_proj", "experts.down_proj"))
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": quantized}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def mxfp4_weight(weight: Tensor) -> QuantizedWeight:
+    """In groups of 8 inputs, rounded down to what there is."""
+    groups = weight.view(len(weight), -1, 8)
+    scales = torch.exp2(groups.abs().amax(-1).log2().ceil() - 3)
+    numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+    places = torch.searchsorted(
+        numbers, (groups.abs() / scales[..., None]).floor().long(), right=True
+    )
+    values = (numbers[places - 1] * groups.sign()).to(torch.int8).view(weight.shape)
+    return QuantizedWeight(values, scales, None, 4, 8, "float", is_mxfp4=True)

@@ -29,7 +29,6 @@ from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import (
     DTYPE_BYTES,
     DecoderSpec,
-    ExpertsSpec,
 )
 from quire.models.kv_layout import KVLayout, lay_out
 from quire.models.pooling import PoolingSpec
@@ -176,7 +175,6 @@ class _Resolver:
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
         self._check_context()
-        self._check_experts()
         check_options(config, spec, generates=self.generates)
         self._note_device()
         self._note_invariance()
@@ -621,21 +619,6 @@ class _Resolver:
         )
         self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
-
-    def _check_experts(self) -> None:
-        """Refuse what the GPU's kernels have no mixtures of experts for."""
-        mixers = [mixer for block in self.spec.blocks for mixer in block.mixers]
-        weights = [
-            parts
-            for each in mixers
-            if isinstance(each, ExpertsSpec)
-            for parts in each.projections[1:3]
-        ]
-        if self.gpu is not None and any(self.formats.of(parts) for parts in weights):
-            raise ConfigError(
-                "the GPU's kernels compute experts of floating-point weights only; use a "
-                "checkpoint that is not quantized, without the option quantization, or device='cpu'"
-            )
 
     def _check_context(self) -> None:
         """Refuse a context that the model was not made for, unless `allow_long_context` is set."""

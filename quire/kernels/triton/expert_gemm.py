@@ -16,6 +16,7 @@ import triton.language as tl
 from quire.kernels.triton.activation import gated_product
 from quire.kernels.triton.attention import find_sequence
 from quire.kernels.triton.gemm import columns_of, halves_of, sum_chunk, with_bias
+from quire.kernels.triton.integer_gemm import FLOAT_INPUTS, chunk_sums, store_outputs
 
 
 @triton.jit
@@ -128,6 +129,64 @@ def expert_kernel(
         out + targets[:, None] * num_columns + there[None, :],
         sums.to(out.dtype.element_ty),
         mask=is_element,
+    )
+
+
+@triton.jit
+def integer_expert_kernel(
+    x, x_scales, weight, scales, offsets, bias, out, order, starts, num_experts, num_columns,
+    num_inputs, NUM_CHOICES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, IS_MXFP4: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RAW: tl.constexpr,
+):  # fmt: skip
+    """As `expert_kernel`, of a weight as `integer_gemm` has it, arranged by experts; scales and
+    offsets are [K / GROUP, E N]. A row's sums are those of `integer_kernel`, chunk after chunk
+    without a cut.
+    """
+    tile = tl.program_id(0)
+    expert = find_sequence(starts, num_experts, tile, BLOCK_M)
+    start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    first = start + (tile - (start // BLOCK_M + expert)) * BLOCK_M
+    if first >= end:
+        return
+    places = first + tl.arange(0, BLOCK_M)
+    is_row = places < end
+    known = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
+    IS_GATED: tl.constexpr = ACTIVATION >= 0
+    IS_PAIR: tl.constexpr = IS_GATED or (BITS == 4)
+    num_outputs = 2 * num_columns if IS_GATED else num_columns
+    num_pairs = (num_outputs + 1) // 2
+    columns, is_column = columns_of(tl.program_id(1), num_outputs, BLOCK_N, IS_PAIR)
+    pairs, is_pair = columns_of(tl.program_id(1), num_pairs, BLOCK_N // 2, False)
+    rows, targets = places.to(tl.int64), known
+    if IS_GATED:
+        rows, targets = known // NUM_CHOICES, places.to(tl.int64)
+    begin = expert.to(tl.int64) * num_outputs
+    weight_rows = expert.to(tl.int64) * (num_pairs if BITS == 4 else num_outputs)
+    total = chunk_sums(
+        x, weight + weight_rows * num_inputs, scales + begin, offsets + begin, rows, is_row,
+        columns, is_column, pairs, is_pair, 0, num_inputs, num_experts * num_outputs, num_inputs,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, IS_MXFP4, HAS_OFFSETS,
+        IS_RAW,
+    )  # fmt: skip
+    if IS_RAW:
+        scale = tl.load(scales + begin + columns, mask=is_column, other=0.0)
+        total = scale[None, :] * total.to(tl.float32) + 0.0  # no -0
+    if INPUTS != FLOAT_INPUTS:
+        total = total * tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
+    total = with_bias(total, bias + begin, columns, is_column, HAS_BIAS)
+    store_outputs(
+        out,
+        targets,
+        is_row,
+        tl.program_id(1),
+        total,
+        num_columns,
+        BLOCK_M,
+        BLOCK_N,
+        BITS,
+        ACTIVATION,
     )
 
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts on a GPU: calls into the kernels of `expert_gemm`, for floating-point
-weights. They have not run on a GPU yet."""
+"""Mixtures of experts on a GPU: calls into the kernels of `expert_gemm`. They have not run on a GPU
+yet."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from quire.kernels.triton.expert_gemm import (
     combine_kernel,
     count_kernel,
     expert_kernel,
+    integer_expert_kernel,
     place_kernel,
 )
+from quire.kernels.triton.integer_gemm import INPUT_CODES
+from quire.kernels.triton.integer_linear import IntegerLinear, quantize_rows
 from quire.kernels.triton.linear import FloatLinear
 from quire.program.operations import Gating, Routing, gating_code
 
@@ -44,10 +47,10 @@ def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
 def apply_experts(
     x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
 ) -> Tensor:
-    """See `Kernels.apply_experts`; weights are floats in x's dtype."""
+    """See `Kernels.apply_experts`; weights of floats have x's dtype."""
     check_floats(x, "experts: x")
     num_experts = count_experts(x, up, down, choice)
-    up, down = _floats(x, up), _floats(x, down)
+    up, down = (arrange_experts(each, num_experts) for each in (up, down))
     out = torch.empty_like(x)
     if not x.shape[0]:
         return out
@@ -84,32 +87,52 @@ def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, starts
 
 
+def arrange_experts(weight: PackedLinear, num_experts: int) -> FloatLinear | IntegerLinear:
+    """Bring a weight into the order in which experts are read, once."""
+    if isinstance(weight, IntegerLinear):
+        weight.arrange(num_experts)
+    elif not isinstance(weight, FloatLinear):
+        raise TypeError(
+            f"experts: the weight was packed by another back end ({type(weight).__name__})"
+        )
+    return weight
+
+
 def _launch(
     x: Tensor,
-    weight: FloatLinear,
+    weight: FloatLinear | IntegerLinear,
     num_experts: int,
     places: tuple[Tensor, Tensor],
     out: Tensor,
     activation: int,
 ) -> None:
-    tuning, (order, starts) = weight.tuning, places
+    (order, starts), tuning = places, weight.tuning
     num_tiles = order.numel() // tuning.block_m + num_experts
-    num_outputs = weight.num_outputs // num_experts
-    expert_kernel[(num_tiles, triton.cdiv(num_outputs, tuning.block_n))](
-        x, weight.weight, weight.weight if weight.bias is None else weight.bias, out, order, starts,
-        num_experts, out.shape[1], weight.num_inputs,
-        NUM_CHOICES=order.numel() // x.shape[0], BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
-        BLOCK_K=tuning.block_k, ACTIVATION=activation, HAS_BIAS=weight.bias is not None,
+    grid = (num_tiles, triton.cdiv(weight.num_outputs // num_experts, tuning.block_n))
+    sizes = {
+        "NUM_CHOICES": order.numel() // x.shape[0], "BLOCK_M": tuning.block_m,
+        "BLOCK_N": tuning.block_n, "ACTIVATION": activation, "HAS_BIAS": weight.bias is not None,
         **launch_options(tuning.num_warps, tuning.num_stages),
+    }  # fmt: skip
+    if isinstance(weight, FloatLinear):
+        if x.dtype != weight.weight.dtype:
+            raise TypeError(f"experts: x is {x.dtype} but the weights {weight.weight.dtype}")
+        expert_kernel[grid](
+            x, weight.weight, weight.weight if weight.bias is None else weight.bias, out, order,
+            starts, num_experts, out.shape[1], weight.num_inputs, BLOCK_K=tuning.block_k, **sizes,
+        )  # fmt: skip
+        return
+    inputs, input_scales = (
+        (x, weight.scales)
+        if weight.activations == "float"
+        else quantize_rows(x, weight.activations)
+    )
+    integer_expert_kernel[grid](
+        inputs, input_scales, weight.values, weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets,
+        weight.scales if weight.bias is None else weight.bias, out, order, starts, num_experts,
+        out.shape[1], weight.num_inputs, GROUP=weight.group_size, BLOCK_K=weight.block_k,
+        BITS=weight.bits, INPUTS=INPUT_CODES[weight.activations], IS_FP8=weight.is_fp8,
+        HAS_FP8=weight.options.has_fp8, IS_MXFP4=weight.is_mxfp4,
+        HAS_OFFSETS=weight.offsets is not None, IS_RAW=weight.is_raw, **sizes,
     )  # fmt: skip
-
-
-def _floats(x: Tensor, weight: PackedLinear) -> FloatLinear:
-    if not isinstance(weight, FloatLinear):
-        raise TypeError(
-            "experts: the Triton kernels take floating-point weights, packed by this back end, not "
-            f"{type(weight).__name__}"
-        )
-    if x.dtype != weight.weight.dtype:
-        raise TypeError(f"experts: x is {x.dtype} but the weights {weight.weight.dtype}")
-    return weight

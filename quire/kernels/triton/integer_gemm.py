@@ -16,7 +16,7 @@ to be scaled when they are complete.
 of bytes is a tile of *pairs* (see `gemm`), and where the outputs are gate and up, it is just what
 the activation needs. A nibble stays in the upper half of a byte, or is put there, which takes a
 third fewer instructions than to shift it down with its sign: it counts 16 times, and its scale,
-once and for all, a 16th.
+once and for all, a 16th. Of mxfp4, whose codes are no integers, both nibbles become bytes.
 """
 
 from __future__ import annotations
@@ -78,6 +78,14 @@ def weight_tile(weight, rows, is_row, inputs, is_input, num_inputs):
 
 
 @triton.jit
+def e2m1_of(codes):
+    """Twice the e2m1 numbers that the low four bits of bytes stand for, int8."""
+    steps = codes & 7
+    magnitude = tl.maximum(steps, tl.maximum(2 * steps - 4, 4 * steps - 16))
+    return tl.where((codes & 8) != 0, -magnitude, magnitude).to(tl.int8)
+
+
+@triton.jit
 def product(a, w, sums, INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr):
     """sums + a @ w: exact in int32, or in float32. Of e4m3 that is not native,
     divided by 256 once for each factor."""
@@ -120,7 +128,8 @@ def add_group(
 def group_sums(
     x, weight, rows, is_row, columns, is_column, pairs, is_pair, begin, end, num_inputs,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, IS_MXFP4: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Sums [M, N] of inputs times weights over inputs [begin, end), which share their scales,
     and sums [M] of inputs alone."""
@@ -141,8 +150,11 @@ def group_sums(
         )
         if BITS == 4:
             both = weight_tile(weight, pairs, is_pair, inputs, is_input, num_inputs)
-            sums = product(a, both << 4, sums, INPUTS, False, False)
-            other_sums = product(a, both & -16, other_sums, INPUTS, False, False)
+            below, above = both << 4, both & -16
+            if IS_MXFP4:
+                below, above = e2m1_of(both), e2m1_of(both >> 4)
+            sums = product(a, below, sums, INPUTS, False, False)
+            other_sums = product(a, above, other_sums, INPUTS, False, False)
         else:
             w = weight_tile(weight, columns, is_column, inputs, is_input, num_inputs)
             sums = product(a, w, sums, INPUTS, IS_FP8, HAS_FP8)
@@ -160,14 +172,14 @@ def chunk_sums(
     x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, begin, end,
     num_outputs, num_inputs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BITS: tl.constexpr, INPUTS: tl.constexpr, IS_FP8: tl.constexpr,
-    HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr, IS_RAW: tl.constexpr,
+    HAS_FP8: tl.constexpr, IS_MXFP4: tl.constexpr, HAS_OFFSETS: tl.constexpr, IS_RAW: tl.constexpr,
 ):  # fmt: skip
     """Over inputs [begin, end): raw sums of a part of the only group,
     or whole groups with their scales, float32."""
     if IS_RAW:
         total, _ = group_sums(
             x, weight, rows, is_row, columns, is_column, pairs, is_pair, begin, end, num_inputs,
-            BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, False,
+            BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, IS_MXFP4, False,
         )  # fmt: skip
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -175,7 +187,7 @@ def chunk_sums(
             sums, input_sums = group_sums(
                 x, weight, rows, is_row, columns, is_column, pairs, is_pair, group * GROUP,
                 (group + 1) * GROUP, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8,
-                HAS_FP8, HAS_OFFSETS,
+                HAS_FP8, IS_MXFP4, HAS_OFFSETS,
             )  # fmt: skip
             where = group * num_outputs + columns
             total = add_group(
@@ -189,8 +201,9 @@ def integer_kernel(
     x, x_scales, weight, scales, offsets, bias, out, num_rows, num_outputs, num_inputs,
     GROUP: tl.constexpr, SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IS_RAW: tl.constexpr, IS_PARTIAL: tl.constexpr,
+    INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, IS_MXFP4: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RAW: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles, chunks (one unless IS_PARTIAL). Pairs with 4 bits or an ACTIVATION of 0 or
     more; scales and offsets are [K / GROUP, N]. IS_PARTIAL stores a chunk alone to out
@@ -208,7 +221,8 @@ def integer_kernel(
     total = chunk_sums(
         x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, first,
         tl.minimum(first + SPLIT_LEN, num_inputs), num_outputs, num_inputs,
-        GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS, IS_RAW,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, IS_MXFP4, HAS_OFFSETS,
+        IS_RAW,
     )  # fmt: skip
     if IS_PARTIAL:
         out += tl.program_id(1).to(tl.int64) * num_rows * num_outputs
@@ -218,8 +232,8 @@ def integer_kernel(
                 x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair,
                 split * SPLIT_LEN, tl.minimum((split + 1) * SPLIT_LEN, num_inputs), num_outputs,
                 num_inputs,
-                GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS,
-                IS_RAW,
+                GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, IS_MXFP4,
+                HAS_OFFSETS, IS_RAW,
             )  # fmt: skip
         if IS_RAW:
             # no -0
@@ -230,35 +244,30 @@ def integer_kernel(
         if INPUTS != FLOAT_INPUTS:
             total = total * tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
         total = with_bias(total, bias, columns, is_column, HAS_BIAS)
+    store_outputs(
+        out, rows, is_row, column_tile, total, num_outputs // 2 if ACTIVATION >= 0 else num_outputs,
+        BLOCK_M, BLOCK_N, BITS, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_outputs(
+    out, rows, is_row, tile, total, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """A finished tile of sums to rows of out [T, width]: of pairs their gated product, or, where
+    two outputs share a byte, both; else as it is."""
     if ACTIVATION >= 0:
         gate, up = halves_of(total, BLOCK_M, BLOCK_N)
-        store_columns(
-            out,
-            rows,
-            is_row,
-            column_tile,
-            gated_product(gate, up, ACTIVATION),
-            num_columns,
-            0,
-            num_columns,
-            WIDTH,
-        )
-    elif IS_PAIR:
+        gated = gated_product(gate, up, ACTIVATION)
+        store_columns(out, rows, is_row, tile, gated, width, 0, width, BLOCK_N // 2)
+    elif BITS == 4:
         below, above = halves_of(total, BLOCK_M, BLOCK_N)
-        store_columns(out, rows, is_row, column_tile, below, num_columns, 0, num_outputs, WIDTH)
-        store_columns(
-            out,
-            rows,
-            is_row,
-            column_tile,
-            above,
-            num_outputs - num_columns,
-            num_columns,
-            num_outputs,
-            WIDTH,
-        )
+        half = (width + 1) // 2
+        store_columns(out, rows, is_row, tile, below, half, 0, width, BLOCK_N // 2)
+        store_columns(out, rows, is_row, tile, above, width - half, half, width, BLOCK_N // 2)
     else:
-        store_columns(out, rows, is_row, column_tile, total, num_outputs, 0, num_outputs, WIDTH)
+        store_columns(out, rows, is_row, tile, total, width, 0, width, BLOCK_N)
 
 
 @triton.jit

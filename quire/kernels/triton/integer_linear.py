@@ -57,6 +57,9 @@ class IntegerLinear:
     tuning: LinearTuning
     options: ProductOptions
     num_programs: int
+    is_mxfp4: bool = False
+    num_parts: int = 1
+    """Of the outputs: nibbles of each lie apart from those of the others (see `arrange`)."""
     split_len: int = field(init=False)
     num_splits: int = field(init=False)
 
@@ -79,6 +82,19 @@ class IntegerLinear:
     def block_k(self) -> int:
         """Inputs of one step, all of one group."""
         return max(_MIN_BLOCK_K, min(self.tuning.block_k, triton.next_power_of_2(self.group_size)))
+
+    def arrange(self, num_parts: int) -> None:
+        """Bring nibbles into the order in which each of so many parts of the outputs (experts) is
+        packed as a weight of its own."""
+        if self.num_parts == num_parts:
+            return
+        if self.bits == 4:
+            size = self.num_outputs // self.num_parts
+            bytes_of = self.values.view(self.num_parts, -1, self.num_inputs)
+            both = torch.cat([bytes_of & 15, (bytes_of >> 4) & 15], dim=1)[:, :size]
+            parts = both.reshape(num_parts, -1, self.num_inputs)
+            self.values = torch.cat([pack_nibbles(part) for part in parts])
+        self.num_parts = num_parts
 
     @property
     def is_fp8(self) -> bool:
@@ -106,9 +122,12 @@ def pack_quantized(
     value does not fit its bits."""
     _check(weight, bias)
     bytes_of = weight.values.view(torch.uint8) if weight.is_fp8 else weight.values
+    if weight.is_mxfp4:
+        bytes_of = _e2m1_codes(weight.values)
     values = bytes_of if weight.bits == 8 else pack_nibbles(bytes_of)
     offsets = None if weight.offsets is None else weight.offsets.t().contiguous().to(device)
-    scales = weight.scales if weight.bits == 8 else weight.scales / 16
+    has_sixteenths = weight.bits == 4 and not weight.is_mxfp4
+    scales = weight.scales / 16 if has_sixteenths else weight.scales
     return IntegerLinear(
         values=values.contiguous().to(device),
         scales=scales.t().contiguous().to(device),
@@ -122,7 +141,21 @@ def pack_quantized(
         tuning=tuning.integer,
         options=options,
         num_programs=tuning.num_programs,
+        is_mxfp4=weight.is_mxfp4,
     )
+
+
+def _e2m1_codes(values: Tensor) -> Tensor:
+    """Twice e2m1 numbers, int8, to the four bits that stand for them; ValueError for others."""
+    codes = torch.full((25,), -1, dtype=torch.int8)
+    numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+    codes[12 - numbers] = torch.arange(8, 16, dtype=torch.int8)
+    codes[12 + numbers] = torch.arange(8, dtype=torch.int8)
+    is_near = not values.numel() or (int(values.min()) >= -12 and int(values.max()) <= 12)
+    found = codes[values.int() + 12] if is_near else codes[:1].expand(1, 1) * 0 - 1
+    if found.numel() and int(found.min()) < 0:
+        raise ValueError("pack_quantized: mxfp4 holds twice e2m1 numbers: 0, 1, 2, 3, 4, 6, 8, 12")
+    return found
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
@@ -159,7 +192,8 @@ def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
             f"pack_quantized: 16 times the sum of {size} products of 4 bits does not fit 32; "
             "make groups smaller"
         )
-    if weight.bits == 4 and values.numel() and (int(values.min()) < -8 or int(values.max()) > 7):
+    is_int4 = weight.bits == 4 and not weight.is_mxfp4
+    if is_int4 and values.numel() and (int(values.min()) < -8 or int(values.max()) > 7):
         raise ValueError(
             f"pack_quantized: values from {int(values.min())} to {int(values.max())}; 4 bits "
             "hold -8 to 7"
@@ -184,6 +218,7 @@ def quantize_rows(x: Tensor, activations: InputFormat = "int8") -> tuple[Tensor,
 def integer_linear(x: Tensor, packed: IntegerLinear, activation: int, dtype: torch.dtype) -> Tensor:
     """`x @ weight.T + bias`, or of a pair its gated product, rounded once to `dtype`."""
     check_inputs(x, packed)
+    packed.arrange(1)
     num_rows = x.shape[0]
     num_columns = packed.num_outputs // 2 if activation >= 0 else packed.num_outputs
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
@@ -233,8 +268,9 @@ def _launch(
         GROUP=packed.group_size, SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits,
         BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_K=packed.block_k, BITS=packed.bits,
         ACTIVATION=activation, INPUTS=INPUT_CODES[packed.activations], IS_FP8=packed.is_fp8,
-        HAS_FP8=packed.options.has_fp8, HAS_OFFSETS=packed.offsets is not None,
-        HAS_BIAS=packed.bias is not None, IS_RAW=packed.is_raw, IS_PARTIAL=is_partial,
+        HAS_FP8=packed.options.has_fp8, IS_MXFP4=packed.is_mxfp4,
+        HAS_OFFSETS=packed.offsets is not None, HAS_BIAS=packed.bias is not None,
+        IS_RAW=packed.is_raw, IS_PARTIAL=is_partial,
         **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
 

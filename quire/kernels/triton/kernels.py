@@ -202,7 +202,11 @@ class TritonKernels:
         raise ConfigError(NO_ADAPTERS)
 
     def compile(self, program: Program, weights: Weights) -> TritonProgram:
-        """See `program`."""
+        """See `program`. Experts are arranged here, so that no step has to."""
+        for each in program.operations:
+            if isinstance(each, ops.Experts):
+                for number in (each.up, each.down):
+                    experts.arrange_experts(weights.linears[number], each.routing.num_experts)
         return TritonProgram(program, weights, self)
 
 

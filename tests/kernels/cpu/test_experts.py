@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantized_checkpoints import mxfp4_weight as mxfp4
 from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.cpu.experts import reasons_against
-from quire.kernels.interface import ExpertChoice, Kernels, PackedLinear, QuantizedWeight
+from quire.kernels.interface import ExpertChoice, Kernels, PackedLinear
 from quire.program.operations import Routing
 from quire.quant.formats import IntegerFormat
 from quire.quant.rounding import quantize
@@ -35,18 +36,6 @@ def pack(kernels: Kernels, weight: Tensor, form: str, bias: Tensor | None = None
     size = weight.shape[1] if form == "int8" else 8
     held = IntegerFormat(8 if form == "int8" else 4, size, "int8")
     return kernels.pack_quantized(quantize(weight, held), bias)
-
-
-def mxfp4(weight: Tensor) -> QuantizedWeight:
-    """In groups of 8 inputs, rounded down to what there is."""
-    groups = weight.view(len(weight), -1, 8)
-    scales = torch.exp2(groups.abs().amax(-1).log2().ceil() - 3)
-    numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
-    places = torch.searchsorted(
-        numbers, (groups.abs() / scales[..., None]).floor().long(), right=True
-    )
-    values = (numbers[places - 1] * groups.sign()).to(torch.int8).view(weight.shape)
-    return QuantizedWeight(values, scales, None, 4, 8, "float", is_mxfp4=True)
 
 
 def layer(kernels: Kernels, form: str, *, inner: int = INNER) -> tuple[PackedLinear, PackedLinear]:

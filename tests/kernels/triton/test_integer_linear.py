@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import thorough
+from quantized_checkpoints import mxfp4_weight
 from torch import Tensor
 
 from quire.kernels.interface import Kernels, QuantizedWeight
@@ -148,6 +149,25 @@ def test_stretches_side_by_side_change_no_bit(
     if activations == "int8":
         want = reference.linear(x[:2].cpu(), reference.pack_quantized(weight, bias))
         assert torch.equal(whole[:2].cpu(), want)
+
+
+@pytest.mark.parametrize("num_outputs", [40, thorough(33)])
+def test_mxfp4_agrees_with_the_reference(
+    kernels: Kernels, reference: Kernels, device: torch.device, num_outputs: int
+) -> None:
+    weight, bias = mxfp4_weight(draw(num_outputs, 96)), draw(num_outputs)
+    x = draw(19, 96).to(torch.bfloat16)
+    ours = kernels.pack_quantized(weight, bias)
+    got = kernels.linear(x.to(device), ours, out_dtype="float32")
+    want = reference.linear(x, reference.pack_quantized(weight, bias), out_dtype="float32")
+    torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)
+    alone = kernels.linear(x[7:8].to(device), ours, out_dtype="float32")
+    assert torch.equal(alone, got[7:8])
+    for wrong in (5, 13):
+        values = weight.values.clone()
+        values[3, 7] = wrong
+        with pytest.raises(ValueError, match="mxfp4 holds twice"):
+            kernels.pack_quantized(replace(weight, values=values))
 
 
 def test_a_chain_of_roundings_is_not_cut(kernels: Kernels) -> None:
