@@ -21,14 +21,21 @@ class Adapter:
 
 
 class AdapterOrder(NamedTuple):
-    """To load an adapter, or, without a folder, to forget it: no row uses it then."""
+    """To load an adapter; without a folder, to forget it, loaded or not: no row uses it then."""
 
     digest: str
     folder: str | None
+    number: int = 0
+    """Of an order to load: which one a verdict is on."""
+
+
+FORGET_ALL = AdapterOrder("", None)
+"""To forget every adapter and order: what was ordered before may have been lost on either side."""
 
 
 class AdapterVerdict(NamedTuple):
-    """The outcome of loading an adapter: it is ready, or `error` says why it never will be."""
+    """The outcome of an order to load an adapter: it is ready, or `error` says why it is not."""
 
     digest: str
     error: str | None = None
+    number: int = 0

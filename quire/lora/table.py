@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.common.failures import log_failure
-from quire.core.adapters import ADAPTERS, AdapterOrder, AdapterVerdict
+from quire.core.adapters import ADAPTERS, FORGET_ALL, AdapterOrder, AdapterVerdict
 from quire.core.plan import Record, StepPlan
 from quire.errors import QuireError, RequestError
 from quire.kernels.lora import PackedAdapter, StepAdapters
@@ -24,7 +24,7 @@ from quire.kernels.lora import PackedAdapter, StepAdapters
 logger = logging.getLogger(__name__)
 
 Loaded = tuple[AdapterOrder, PackedAdapter | str]
-"""An order, and its outcome or why there is none."""
+"""An order to load, and its outcome or why there is none."""
 
 
 class AdapterTable:
@@ -35,42 +35,53 @@ class AdapterTable:
     def __init__(self, load: Callable[[AdapterOrder], PackedAdapter], max_loaded: int) -> None:
         self._load, self._max_loaded = load, max_loaded
         self._adapters: dict[str, PackedAdapter] = {}
+        self._spare: dict[str, PackedAdapter] = {}
+        """Loaded for a control plane that started over and may want them again: what there is room
+        for beside the others."""
         self._of_row: dict[int, str] = {}
         """Digests, of the rows that use an adapter."""
         self._asked: queue.SimpleQueue[AdapterOrder | None] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._num_pending = 0
+        self._pending: dict[str, int] = {}
+        """Orders to load that no verdict was given on: digest and number."""
+        self._verdicts: list[AdapterVerdict] = []
+        """Those that need no loading."""
 
     @property
     def num_bytes(self) -> int:
         """Memory that the loaded adapters take."""
-        return sum(adapter.num_bytes for adapter in self._adapters.values())
+        return sum(each.num_bytes for each in (*self._adapters.values(), *self._spare.values()))
 
     def begin(self, plan: StepPlan) -> None:
         for row in plan.removed_rows:
             self._of_row.pop(row, None)
         for order in map(AdapterOrder._make, plan.orders.get(ADAPTERS, ())):
-            if order.folder is None:
-                self._adapters.pop(order.digest, None)
-            else:
+            if order.folder is not None:
                 self._ask(order)
+            elif order == FORGET_ALL:
+                self._forget_all()
+            else:
+                self._adapters.pop(order.digest, None)
+                self._pending.pop(order.digest, None)
         for new in plan.new_rows:
             adapter = new.sampling.adapter
             if adapter is not None:
                 self._of_row[new.row] = adapter.digest
 
     def take_news(self, wait_s: float) -> tuple[Record, ...]:
-        if not self._num_pending:
-            return ()
+        verdicts, self._verdicts = self._verdicts, []
         found: list[Loaded] = []
         with contextlib.suppress(queue.Empty):
-            if wait_s:
+            if wait_s and self._pending and not verdicts:
                 found.append(self._loaded.get(timeout=wait_s))
-            while True:
+            while self._pending:
                 found.append(self._loaded.get_nowait())
-        self._num_pending -= len(found)
-        return tuple(self._verdict(*each) for each in found)
+        for order, outcome in found:
+            if self._pending.get(order.digest) == order.number:
+                del self._pending[order.digest]
+                verdicts.append(self._verdict(order, outcome))
+        return tuple(verdicts)
 
     def close(self) -> None:
         self._asked.put(None)
@@ -94,10 +105,12 @@ class AdapterTable:
         return StepAdapters(adapters, torch.repeat_interleave(of_row, query_start.diff()))
 
     def _ask(self, order: AdapterOrder) -> None:
-        self._num_pending += 1
-        if order.digest in self._adapters:  # a control plane that started over does not know
-            self._loaded.put((order, self._adapters[order.digest]))
+        spare = self._spare.pop(order.digest, None)
+        if spare is not None:
+            self._adapters[order.digest] = spare
+            self._verdicts.append(AdapterVerdict(order.digest, None, order.number))
             return
+        self._pending[order.digest] = order.number
         self._asked.put(order)
         if self._thread is None:
             arguments = self._load, self._asked, self._loaded
@@ -106,17 +119,20 @@ class AdapterTable:
             )
             self._thread.start()
 
+    def _forget_all(self) -> None:
+        self._spare |= self._adapters
+        self._adapters = {}
+        self._of_row.clear()
+        self._pending.clear()
+        self._verdicts.clear()
+
     def _verdict(self, order: AdapterOrder, outcome: PackedAdapter | str) -> AdapterVerdict:
         if isinstance(outcome, str):
-            return AdapterVerdict(order.digest, outcome)
-        in_use = {order.digest, *self._of_row.values()}
-        for digest in list(
-            self._adapters
-        ):  # what a control plane that started over has lost count of
-            if len(self._adapters) >= self._max_loaded and digest not in in_use:
-                del self._adapters[digest]
+            return AdapterVerdict(order.digest, outcome, order.number)
+        while self._spare and len(self._adapters) + len(self._spare) >= self._max_loaded:
+            del self._spare[next(iter(self._spare))]
         self._adapters[order.digest] = outcome
-        return AdapterVerdict(order.digest)
+        return AdapterVerdict(order.digest, None, order.number)
 
 
 def _load_all(

@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, abc
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from quire.core.adapters import ADAPTERS, Adapter, AdapterOrder, AdapterVerdict
+from quire.core.adapters import (
+    ADAPTERS,
+    FORGET_ALL,
+    Adapter,
+    AdapterOrder,
+    AdapterVerdict,
+)
 from quire.core.plan import Record
 from quire.core.request import Sequence
 from quire.core.scheduler.prerequisites import Settled
@@ -33,6 +40,14 @@ class _Waiting:
     sequences: list[Sequence] = field(default_factory=list)
 
 
+class _Load(NamedTuple):
+    """An order to load that no verdict has settled."""
+
+    number: int
+    folder: str
+    ordered_s: float
+
+
 class LoadedAdapters:
     """Implements `Prerequisite` and `Retained`."""
 
@@ -44,8 +59,11 @@ class LoadedAdapters:
         self._max_active, self._max_loaded = max_active, max_loaded
         self._loaded: OrderedDict[str, None] = OrderedDict()
         """Least recently used first."""
-        self._loading: dict[str, float] = {}
-        """With the time of the order."""
+        self._loading: dict[str, _Load] = {}
+        self._num_loads = 0
+        self._to_forget = [FORGET_ALL]
+        """Orders for the next plan; the first, since the worker may have served another control
+        plane."""
         self._num_running: Counter[str] = Counter()
         self._waiting: dict[str, _Waiting] = {}
         """By digest, in the order of arrival."""
@@ -98,7 +116,7 @@ class LoadedAdapters:
             del self._num_running[adapter.digest]
 
     def take_orders(self, now: float) -> tuple[Record, ...]:
-        orders = list[AdapterOrder]()
+        orders, self._to_forget = self._to_forget, []
         for digest, waiting in self._waiting.items():
             if waiting.since_s is None:
                 waiting.since_s = now
@@ -110,22 +128,34 @@ class LoadedAdapters:
                     break
                 del self._loaded[victim]
                 orders.append(AdapterOrder(victim, None))
-            self._loading[digest] = now
-            orders.append(AdapterOrder(digest, waiting.adapter.folder))
+            self._num_loads += 1
+            folder = waiting.adapter.folder
+            self._loading[digest] = _Load(self._num_loads, folder, now)
+            orders.append(AdapterOrder(digest, folder, self._num_loads))
         return tuple(orders)
 
     def take_news(self, news: tuple[Record, ...], now: float) -> list[Settled]:
         if not news and not self._waiting and not self._loading:
             return []
         settled = list[Settled]()
-        for digest, error in (*map(AdapterVerdict._make, news), *self._overdue(now)):
-            self._loading.pop(digest, None)
+        for digest, error, number in map(AdapterVerdict._make, news):
+            load = self._loading.get(digest)
+            if load is None or load.number != number:
+                continue  # given up
+            del self._loading[digest]
             if error is None:
                 self._loaded[digest] = None
-            elif digest in self._waiting:
+            elif digest in self._waiting and self._waiting[digest].adapter.folder == load.folder:
                 settled.append(Settled(self._waiting.pop(digest).sequences, error))
+        settled += self._give_up(now)
         self._urgent = self._waited_too_long(now)
         return settled + self._freed()
+
+    def lose_flights(self) -> None:
+        assert not self._num_running
+        self._loaded.clear()
+        self._loading.clear()
+        self._to_forget = [FORGET_ALL]
 
     def _may_run(self, digest: str, active: abc.Collection[str]) -> bool:
         return digest in active or len(active) < self._max_active
@@ -155,9 +185,13 @@ class LoadedAdapters:
             return digest if now - waiting.since_s > PATIENCE_S else None
         return None
 
-    def _overdue(self, now: float) -> list[AdapterVerdict]:
-        return [
-            AdapterVerdict(digest, TOO_SLOW)
-            for digest, ordered_s in self._loading.items()
-            if now - ordered_s > MAX_LOAD_S
+    def _give_up(self, now: float) -> list[Settled]:
+        """End the wait for adapters that take too long, whatever becomes of them."""
+        late = [
+            digest for digest, load in self._loading.items() if now - load.ordered_s > MAX_LOAD_S
         ]
+        for digest in late:
+            del self._loading[digest]
+            self._to_forget.append(AdapterOrder(digest, None))
+        waiting = (self._waiting.pop(digest) for digest in late if digest in self._waiting)
+        return [Settled(each.sequences, TOO_SLOW) for each in waiting]

@@ -209,3 +209,8 @@ class Admission:
                 self._unpark(sequences)
                 failed += [(sequence, error) for sequence in sequences if error is not None]
         return failed
+
+    def lose_flights(self) -> None:
+        """Have what steps in flight ordered ordered again."""
+        for each in self.prerequisites:
+            each.lose_flights()

@@ -75,6 +75,10 @@ class CompiledGrammars:
         verdicts = [*map(GrammarVerdict._make, news), *self._overdue(now)]
         return [settled for verdict in verdicts if (settled := self._settle(*verdict)).sequences]
 
+    def lose_flights(self) -> None:
+        for pending in self._pending.values():
+            pending.ordered_s = None
+
     def _settle(self, grammar: Grammar, error: str | None) -> Settled:
         pending = self._pending.pop(grammar, _Pending())
         if error is not None:

@@ -63,6 +63,14 @@ class Prerequisite(WaitCondition, Protocol):
         """
         ...
 
+    def lose_flights(self) -> None:
+        """Forget what steps in flight have ordered, and order it again where it is still needed.
+
+        Plans that were made may not have been launched, and news of results that were not taken in
+        will not come again. No sequence runs.
+        """
+        ...
+
 
 @runtime_checkable
 class Retained(Protocol):

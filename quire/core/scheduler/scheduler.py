@@ -182,6 +182,7 @@ class Scheduler:
         """Preempt everyone and forget the steps in flight, which will never be taken in."""
         self.preempt_all()
         self.flights.clear()
+        self.admission.lose_flights()
 
     def give_up(self, message: str) -> list[Request]:
         """Mark every request as failed and return them all; touch nothing else.

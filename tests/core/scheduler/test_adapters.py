@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 
 from quire.config.limits import SchedulerLimits
-from quire.core.adapters import ADAPTERS, Adapter, AdapterOrder, AdapterVerdict
+from quire.core.adapters import ADAPTERS, FORGET_ALL, Adapter, AdapterOrder, AdapterVerdict
 from quire.core.plan import Record, RowSampling, StepPlan
 from quire.core.request import FinishReason
 from quire.core.request_spec import RequestSpec
@@ -33,9 +33,12 @@ class Loader:
             self._of_row.pop(row, None)
         for order in map(AdapterOrder._make, plan.orders.get(ADAPTERS, ())):
             self.orders.append(order)
-            if order.folder is None:
+            if order == FORGET_ALL:
+                self.loaded.clear()
+                self.orders.clear()
+            elif order.folder is None:
                 assert order.digest not in self._of_row.values(), "a row still uses it"
-                self.loaded.remove(order.digest)
+                self.loaded.discard(order.digest)
         for new in plan.new_rows:
             if new.sampling.adapter is not None:
                 self._of_row[new.row] = new.sampling.adapter.digest
@@ -51,7 +54,9 @@ class Loader:
                 self.loaded.add(order.digest)
                 assert len(self.loaded) <= self._max_loaded
         return tuple(
-            AdapterVerdict(each.digest, "is broken" if each.digest in self.broken else None)
+            AdapterVerdict(
+                each.digest, "is broken" if each.digest in self.broken else None, each.number
+            )
             for each in asked
         )
 

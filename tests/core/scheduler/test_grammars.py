@@ -82,6 +82,15 @@ def test_a_step_without_work_is_one_that_waits(run: Any) -> None:
     run.run()
 
 
+def test_what_lost_steps_have_ordered_is_ordered_again(run: Any) -> None:
+    run.add("a", 5, sampling=formed(WORD))
+    assert ordered(run.scheduler.schedule(0.0)) == (WORD,)
+    run.scheduler.lose_flights()
+    assert ordered(run.step(verdicts())) == (WORD,)
+    run.step(verdicts(GrammarVerdict(WORD)))
+    assert names(run.step(verdicts())) == {"a"}
+
+
 def _error(request: Request) -> str:
     (sequence,) = request.sequences
     assert sequence.finish_reason is FinishReason.ERROR and request.error is not None

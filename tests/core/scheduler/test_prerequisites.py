@@ -61,6 +61,9 @@ class TenantData:
                 self._ready.add(tenant)
         return settled
 
+    def lose_flights(self) -> None:
+        self._ordered.clear()
+
 
 class Fetcher:
     """The worker's half: has what was ordered one step later, but for a tenant called "nobody"."""
