@@ -37,7 +37,10 @@ class AdapterStore:
         self._spec, self._max_rank = spec, max_rank
         self._root = Path(tempfile.mkdtemp(prefix="quire-adapters-"))
         self._delete = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        self._reading = threading.Lock()
+        """Held while files are read and copied, which may take minutes."""
         self._lock = threading.Lock()
+        """Guards `_remembered`; never held for long."""
         self._versions: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()
         self._remembered: OrderedDict[Path, tuple[Signature, Adapter]] = OrderedDict()
         self._num_copies = 0
@@ -47,22 +50,24 @@ class AdapterStore:
 
         Raises CheckpointError where they are no adapter for the model.
         """
-        with self._lock:
+        with self._reading:
             signature = _signature(folder)
-            known = self._remembered.get(folder)
+            with self._lock:
+                known = self._remembered.get(folder)
             adapter = known[1] if known is not None and known[0] == signature else None
             if adapter is None:
                 adapter = self._copied(folder)
                 if _signature(folder) != signature:
                     raise CheckpointError(f"the adapter {folder} is being written; load it again")
-            self._remembered[folder] = signature, adapter
-            self._remembered.move_to_end(folder)
-            while len(self._remembered) > MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
+            with self._lock:
+                self._remembered[folder] = signature, adapter
+                self._remembered.move_to_end(folder)
+                while len(self._remembered) > MAX_REMEMBERED:
+                    self._remembered.popitem(last=False)
             return adapter
 
     def forget(self, folder: Path) -> None:
-        """Keep a folder's version no longer than requests need it."""
+        """Keep a folder's version no longer than requests need it. Returns at once."""
         with self._lock:
             self._remembered.pop(folder, None)
 

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire.core.adapters import AdapterOrder
 from quire.errors import CheckpointError
 from quire.kernels.reference.kernels import ReferenceKernels
+from quire.lora import store as store_module
 from quire.lora.config import read_config
 from quire.lora.identity import content_digest
 from quire.lora.layout import adaptable, adapter_bytes, check_adapter
@@ -214,3 +217,28 @@ def test_experts_and_routers_take_no_adapters_and_a_model_without_a_head_all_oth
     assert not [name for name in names if ".experts." in name or name.endswith("mlp.gate")]
     headless = declare({**TINY, "architectures": ["LlamaModel"]})
     assert len(adaptable(headless)) == len(headless.projections)
+
+
+def test_forgetting_a_folder_waits_for_no_files(
+    folder: Path, spec: DecoderSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server forgets in its event loop, while a thread may be copying gigabytes."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(source: Path, target: Path) -> None:
+        began.set()
+        assert go_on.wait(20.0)
+        copy(source, target)
+
+    copy = store_module._copy
+    monkeypatch.setattr(store_module, "_copy", slow)
+    store = AdapterStore(spec, 16)
+    with ThreadPoolExecutor(2) as pool:
+        loading = pool.submit(store.version_of, folder)
+        try:
+            assert began.wait(20.0)
+            pool.submit(store.forget, folder).result(timeout=5.0)
+        finally:
+            go_on.set()
+        assert loading.result(timeout=20.0) is store.version_of(folder)
+    store.close()

@@ -3,6 +3,7 @@ and contained in their folder."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -17,10 +18,13 @@ from adapters import write_adapter
 from servers import RunningServer, held, serve_model
 
 from quire.config.api import ApiConfig
+from quire.core.adapters import Adapter
 from quire.errors import ConfigError
+from quire.lora.store import AdapterStore
 from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
-from quire.server.api.adapters import read_module
+from quire.server.api.adapters import ServedAdapters, read_module
+from quire.server.http.errors import ApiError
 from quire.server.quota.tenants import Tenant, key_ring
 from quire.weights.folder import read_model_config, resolve_model
 
@@ -296,3 +300,37 @@ def test_vectors_are_the_adapters_too(ask: Ask, path: str, body: dict[str, Any])
         return sorted(str(each[key]) for each in listed for key in keys if key in each)
 
     assert numbers("first") == numbers("first") != numbers(STORYTELLER)
+
+
+def test_of_loads_at_the_same_time_one_alone_gets_the_name(
+    folder: Path, spec: DecoderSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = AdapterStore(spec, 16)
+    arrived = threading.Barrier(2, timeout=20.0)
+    version_of = store.version_of
+
+    def together(path: Path) -> Adapter:
+        arrived.wait()
+        return version_of(path)
+
+    monkeypatch.setattr(store, "version_of", together)
+    served = ServedAdapters(store, ApiConfig(lora_folder=str(folder)), ("model",))
+
+    async def load_both() -> list[BaseException | None]:
+        loads = (served.load("same", path, is_in_place=False) for path in ("v0", "v1"))
+        return await asyncio.gather(*loads, return_exceptions=True)
+
+    outcomes = asyncio.run(load_both())
+    [refusal] = [each for each in outcomes if each is not None]
+    assert isinstance(refusal, ApiError) and refusal.code == "adapter_exists"
+    [kept] = served.all
+    assert kept.folder.name == ("v0", "v1")[outcomes.index(None)]
+    store.close()
+
+
+def test_a_name_given_twice_is_refused(folder: Path, spec: DecoderSpec) -> None:
+    store = AdapterStore(spec, 16)
+    modules = (f"first={folder / 'v0'}", f"first={folder / 'v1'}")
+    with pytest.raises(ConfigError, match="'first' is given twice"):
+        ServedAdapters(store, ApiConfig(lora_modules=modules), ("model",))
+    store.close()

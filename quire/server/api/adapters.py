@@ -80,19 +80,18 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, is_in_place: bool) -> None:
         """Give a name to the adapter in a folder below the configured one. Raises ApiError."""
         store = self._require_store()
-        self._check_name(name)
-        if name in self._by_name and not is_in_place:
-            raise bad_request(
-                f"the name {name!r} is in use; load_inplace=true lets it stand for another one",
-                param="lora_name",
-                code="adapter_exists",
-            )
+        self._check_name(name, is_in_place=is_in_place)
         folder = self._contained(path)
         try:
             adapter = await asyncio.to_thread(store.version_of, folder)
         except CheckpointError as error:
             text = str(error).replace(str(folder), f"adapter {name!r}")
             raise bad_request(text, param="lora_path", code="invalid_adapter") from None
+        try:
+            self._check_name(name, is_in_place=is_in_place)  # others loaded meanwhile
+        except ApiError:
+            self._forget(folder)
+            raise
         self._keep(name, folder, adapter)
 
     def unload(self, name: str) -> None:
@@ -105,13 +104,15 @@ class ServedAdapters:
                 param="lora_name",
                 code="model_not_found",
             )
-        self._forget(self._by_name.pop(name))
+        self._forget(self._by_name.pop(name).folder)
 
     def _serve(self, name: str, path: str) -> None:
         assert self._store is not None
+        if name in self._by_name:
+            raise ConfigError(f"lora_modules: the name {name!r} is given twice; choose another")
         folder = Path(path).expanduser()
         try:
-            self._check_name(name)
+            self._check_name(name, is_in_place=False)
             self._keep(name, folder, self._store.version_of(folder))
         except (ApiError, CheckpointError) as error:
             raise ConfigError(f"lora_modules: {name}={path}: {error}") from None
@@ -120,15 +121,15 @@ class ServedAdapters:
         before = self._by_name.get(name)
         self._by_name[name] = ServedAdapter(name, folder, adapter, int(time.time()))
         if before is not None and before.folder != folder:
-            self._forget(before)
+            self._forget(before.folder)
 
-    def _forget(self, served: ServedAdapter) -> None:
+    def _forget(self, folder: Path) -> None:
         """Let the store delete a version once its requests have ended, unless a name has it."""
         assert self._store is not None
-        if all(each.folder != served.folder for each in self._by_name.values()):
-            self._store.forget(served.folder)
+        if all(each.folder != folder for each in self._by_name.values()):
+            self._store.forget(folder)
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, *, is_in_place: bool) -> None:
         if not _NAME.fullmatch(name) or ".." in name:
             raise bad_request(
                 f"lora_name={name[:128]!r} must be letters, digits and _.:/@+- (at most 128)",
@@ -136,6 +137,12 @@ class ServedAdapters:
             )
         if name in self._model_names:
             raise bad_request(f"{name!r} is the model's own name", param="lora_name")
+        if name in self._by_name and not is_in_place:
+            raise bad_request(
+                f"the name {name!r} is in use; load_inplace=true lets it stand for another one",
+                param="lora_name",
+                code="adapter_exists",
+            )
         if name not in self._by_name and len(self._by_name) >= MAX_ADAPTERS:
             raise bad_request(f"{MAX_ADAPTERS} adapters have names already", param="lora_name")
 
