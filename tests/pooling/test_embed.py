@@ -23,6 +23,7 @@ from quire import LLM, AsyncLLM, PoolingParams
 from quire.errors import QuireError
 from quire.lora.request import LoRARequest
 from quire.models.registry import declare
+from quire.nn.pooler import Pooler
 
 FolderOf = Callable[..., tuple[Path, Any]]
 POOLINGS = (
@@ -299,3 +300,38 @@ def test_a_folder_that_is_not_understood_is_refused(
             load(folder)
     finally:
         (folder / name).write_text(kept)
+
+
+def test_a_text_of_which_nothing_is_left_is_refused_and_costs_others_nothing(
+    folder_of: FolderOf, opened: Callable[..., LLM], tmp_path: Path
+) -> None:
+    kept, _ = folder_of("qwen3", pooling="mean_tokens")
+    folder = tmp_path / "model"
+    shutil.copytree(kept, folder)
+    config = folder / "1_Pooling" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"include_prompt": False}))
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "today: "}}')
+    llm, params = opened(folder), PoolingParams(prompt_name="query", truncate_prompt_tokens=2)
+    with pytest.raises(QuireError, match="nothing is left of the text"):
+        llm.embed("lovely", params, use_tqdm=False)
+
+
+def test_a_step_that_is_computed_again_takes_no_chunk_twice(
+    folder_of: FolderOf, opened: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that raises has all rows of its step computed once more, each alone."""
+    folder, _ = folder_of("qwen3", pooling="mean_tokens")
+    llm = opened(folder, max_num_batched_tokens=24)
+    texts = ["He drove to the stadium. " * 8, "What is the capital of France? " * 4]
+    calm = embed(llm, texts)
+    outputs, num_calls = Pooler.outputs, [0]
+
+    def fails_at_first(self: Pooler, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        num_calls[0] += 1
+        if num_calls[0] == 1:
+            raise MemoryError
+        return outputs(self, vectors)
+
+    monkeypatch.setattr(Pooler, "outputs", fails_at_first)
+    assert embed(llm, texts).tobytes() == calm.tobytes()
+    assert num_calls[0] > 1

@@ -54,7 +54,14 @@ class PoolingTexts:
             raise InvalidParameterError("the text is empty", param="input")
         before, after = self.tokenizer.affixes
         ids = self.tokenizer.encode(prompt + text, add_special_tokens=False)
-        return [*before, *self.cut(ids, keep, len(before) + len(after)), *after]
+        kept = [*before, *self.cut(ids, keep, len(before) + len(after)), *after]
+        if prompt and len(kept) <= self.num_prompt_tokens(prompt):
+            raise InvalidParameterError(
+                f"nothing is left of the text: {len(kept)} tokens are kept, and the prompt before "
+                "it, which is not pooled, has as many; raise truncate_prompt_tokens",
+                param="input",
+            )
+        return kept
 
     def cut(self, ids: list[int], keep: int | None, num_around: int = 0) -> list[int]:
         """The first tokens of a text, so many that they fit beside those around it."""

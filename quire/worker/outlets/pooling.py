@@ -8,11 +8,12 @@ position 0, and so does what is known of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
-from quire.core.plan import WorkResult
+from quire.core.plan import RowWork, WorkResult
 from quire.core.pooling import Pool
 from quire.nn.pooler import Float32, Pooled, Pooler
 from quire.worker.outlets.interface import TaskBatch, Unread
@@ -35,18 +36,25 @@ class PoolOutlet:
         chunks = self._chunks(batch)
         results = [WorkResult()] * len(batch.tasks)
         ended: list[tuple[int, Pool, Float32]] = []
+        begun: dict[int, Pooled] = {}
         for number, (place, task, chunk) in enumerate(
             zip(batch.places, batch.tasks, chunks, strict=True)
         ):
             assert isinstance(task, Pool)
-            vectors = self._take(batch, place, task, chunk)
-            if vectors is not None:
-                ended.append((number, task, vectors))
+            work = batch.hidden.work[place]
+            pooled = begun[work.row] = self._taken(work, task, chunk)
+            if work.start + work.num_tokens >= int(self._rows.num_prompt_tokens[work.row]):
+                ended.append((number, task, self._vectors(task, pooled)))
+                del begun[work.row]
         if ended:
             outputs = self._pooler.outputs(np.concatenate([vectors for _, _, vectors in ended]))
             ends = np.cumsum([len(vectors) for _, _, vectors in ended])[:-1]
             for (number, task, _), rows in zip(ended, np.split(outputs, ends), strict=True):
                 results[number] = WorkResult(pooled=self._encoded(task, rows))
+        # Where something raises before this, each row is computed once more.
+        for work in batch.work:
+            self._pooled.pop(work.row, None)
+        self._pooled |= begun
         return results
 
     def launch_unread(self, batch: TaskBatch) -> Unread | None:
@@ -69,21 +77,19 @@ class PoolOutlet:
         (rows,) = self._stage((np.concatenate(places).astype(np.int64),))
         return states.index_select(0, rows)
 
-    def _take(self, batch: TaskBatch, place: int, task: Pool, chunk: Float32) -> Float32 | None:
-        """Take in one prompt's chunk; its pooled states [vectors, H] where that was the last."""
-        work = batch.hidden.work[place]
-        pooled = self._pooled.get(work.row)
-        if work.start == 0 or pooled is None:
-            pooled = self._pooled[work.row] = Pooled()
-        is_last = work.start + work.num_tokens >= int(self._rows.num_prompt_tokens[work.row])
+    def _taken(self, work: RowWork, task: Pool, chunk: Float32) -> Pooled:
+        """Return what is known of a prompt with one more chunk."""
+        known = self._pooled.get(work.row) if task.is_whole and work.start else None
+        pooled = Pooled() if known is None else replace(known, rows=known.rows.copy())
         chunk = chunk[max(0, task.num_skipped - work.start) :] if task.is_whole else chunk
         if task.is_per_token:
             pooled.rows.append(chunk)
         elif len(chunk):
             self._pooler.take(pooled, chunk)
-        if not is_last:
-            return None
-        del self._pooled[work.row]
+        return pooled
+
+    def _vectors(self, task: Pool, pooled: Pooled) -> Float32:
+        """Return a prompt's pooled states [vectors, H]."""
         if task.is_per_token:
             return np.concatenate(pooled.rows)
         return self._pooler.vector(pooled)[None]
