@@ -169,7 +169,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 6_600, "csrc": 11_700, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_600,
-    "quire/common": 1_200, "quire/config": 1_200, "quire/core": 7_300, "quire/engine": 10_700,
+    "quire/common": 1_200, "quire/config": 1_200, "quire/core": 7_400, "quire/engine": 10_700,
     "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 8_500, "quire/lora": 900,
     "quire/models": 3_100, "quire/nn": 700, "quire/observe": 200, "quire/program": 600,
     "quire/quant": 2_000, "quire/sampling": 1_300, "quire/server": 13_900, "quire/sim": 1_200,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,10 @@ from folders import TEXTS, make_folder
 from servers import RunningServer, serve_model
 
 from quire import LLM, PoolingParams
+from quire.engine.front.outputs import RequestOutput
+from quire.server.api.pooling import scores
+from quire.server.api.pooling import vectors as vectors_module
+from quire.server.api.pooling.runs import floats_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "8MiB"}
 
@@ -195,3 +200,30 @@ def test_a_model_that_generates_says_that_it_makes_no_vectors(server: RunningSer
         error = post(server, path, 400, **body)["error"]
         assert error["code"] == "model_not_supported"
         assert "runner='pooling'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body"),
+    [
+        ("embedder", "/score", {"text_1": TEXTS[0], "text_2": TEXTS}),
+        ("classifier", "/classify", {"input": TEXTS * 20}),
+    ],
+)
+def test_many_numbers_are_dealt_with_beside_the_event_loop(
+    name: str,
+    path: str,
+    body: dict[str, Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running: RunningServer = request.getfixturevalue(name)
+    threads: set[str] = set()
+
+    def noted(output: RequestOutput) -> list[float]:
+        threads.add(threading.current_thread().name)
+        return floats_of(output)
+
+    for module in (scores, vectors_module):
+        monkeypatch.setattr(module, "floats_of", noted)
+    assert len(post(running, path, **body)["data"]) == len(body.get("text_2") or body["input"])
+    assert threads and "test-server" not in threads

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -97,8 +97,7 @@ class TextScores:
         self, call: Call, body: ScoreRequest, receive: Receive | None
     ) -> dict[str, Any]:
         answer = self._runs.answer(body, "score")
-        pairs = _pairs(body)
-        self._check_count(len(pairs), "text_2")
+        pairs = _pairs(body, self._check_count)
         scores, usage = await self._scores(call, body, pairs, receive)
         data = [
             {"index": number, "object": "score", "score": score}
@@ -180,24 +179,33 @@ class TextScores:
         outputs, usage = await self._runs.run(
             call, body, [(each, digest) for each in encoded], receive
         )
-        vectors = {text: floats_of(output) for text, output in zip(distinct, outputs, strict=True)}
-        return [_cosine(vectors[a], vectors[b]) for a, b in pairs], usage
 
+        def scores() -> list[float]:
+            vectors = dict(zip(distinct, map(floats_of, outputs), strict=True))
+            lengths = {text: math.sqrt(_dot(each, each)) for text, each in vectors.items()}
+            return [
+                _dot(vectors[a], vectors[b]) / (lengths[a] * lengths[b])
+                if lengths[a] * lengths[b]
+                else 0.0
+                for a, b in pairs
+            ]
 
-def _cosine(a: list[float], b: list[float]) -> float:
-    lengths = math.sqrt(_dot(a, a)) * math.sqrt(_dot(b, b))
-    return _dot(a, b) / lengths if lengths else 0.0
+        num_numbers = len(pairs) * requests.num_outputs
+        made: list[float] = await self._runs.written(num_numbers, scores)
+        return made, usage
 
 
 def _dot(a: list[float], b: list[float]) -> float:
     return math.fsum(map(operator.mul, a, b))
 
 
-def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
-    """The pairs of texts that a body names."""
+def _pairs(body: ScoreRequest, check_count: Callable[[int, str], None]) -> list[tuple[str, str]]:
+    """The pairs of texts that a body names, not more than `check_count` allows."""
     firsts = {"text_1": body.text_1, "data_1": body.data_1, "queries": body.queries}
     seconds = {"text_2": body.text_2, "data_2": body.data_2, "documents": body.documents}
     first, second = _only(firsts), _only(seconds)
+    check_count(len(first), "text_1")
+    check_count(len(second), "text_2")
     first = first * len(second) if len(first) == 1 else first
     if len(first) != len(second):
         raise bad_request(

@@ -89,15 +89,22 @@ class Vectors:
         call, answer = call_of(request), self._runs.answer(body, "classify")
         labels = self._runs.requests.spec.labels
         outputs, usage = await self._runs.vectors(call, body, "classify", request.receive)
-        data = []
-        for number, output in enumerate(outputs):
-            probs = floats_of(output)
-            best = max(range(len(probs)), key=probs.__getitem__)
-            label = labels[best] if labels and len(probs) > 1 else None
-            data.append(
-                {"index": number, "label": label, "probs": probs, "num_classes": len(probs)}
+
+        def write() -> Response:
+            data = []
+            for number, output in enumerate(outputs):
+                probs = floats_of(output)
+                best = max(range(len(probs)), key=probs.__getitem__)
+                label = labels[best] if labels and len(probs) > 1 else None
+                data.append(
+                    {"index": number, "label": label, "probs": probs, "num_classes": len(probs)}
+                )
+            return json_response(
+                call, {**answer.envelope(), "data": data, "usage": usage_of(usage)}
             )
-        return json_response(call, {**answer.envelope(), "data": data, "usage": usage_of(usage)})
+
+        response: Response = await self._runs.written(_num_numbers(outputs), write)
+        return response
 
     async def _embed(
         self,
