@@ -43,10 +43,10 @@ class Arguments {
     }
 
     DType dtype(int code) const { return static_cast<DType>(code_below(2, "dtype", code)); }
-    Activation activation(int code) const { return static_cast<Activation>(code_below(4, "activation", code)); }
+    Activation activation(int code) const { return static_cast<Activation>(code_below(5, "activation", code)); }
     // One that is a function of one number.
     Activation unary_activation(int code) const {
-        return static_cast<Activation>(code_below(3, "activation of one number", code));
+        return static_cast<Activation>(code_below(4, "activation of one number", code));
     }
     KVFormat kv_format(int code) const { return static_cast<KVFormat>(code_below(4, "KV format", code)); }
 

@@ -13,7 +13,7 @@
 namespace quire {
 
 // clamped_swish is no function of one number: it limits both sides of a gated product (isa/activation.hpp).
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, clamped_swish = 3 };
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, gelu_sigmoid = 3, clamped_swish = 4 };
 
 // ---- projections (gemm*.cpp) ----
 

@@ -91,7 +91,7 @@ StepInputs WantedTokens::inputs() const {
     std::vector<GroupTables> groups;
     for (const Group &each : groups_) groups.push_back({each.slots.data(), each.block_tables.data()});
     return {nullptr, positions_.data(), sequences, std::move(groups), table_stride_, nullptr,
-            adapted_.is_empty() ? nullptr : &adapted_};
+            adapted_.is_empty() ? nullptr : &adapted_, {}};
 }
 
 // ---- operations ----
@@ -130,6 +130,7 @@ class Pass {
     void attend(const Operation &operation) const;
     void select(const Operation &operation) const;
     void scatter(const Operation &operation) const;
+    void place(const Operation &operation) const;
 
     const KernelTable &table_;
     const DType dtype_;
@@ -180,6 +181,9 @@ void Pass::run(const Operation &operation) const {
             return prepare_heads(operation);
         case Kind::select:
             return select(operation);
+        case Kind::place:
+        case Kind::take:
+            return place(operation);
         case Kind::gate_rows:
             return gate_rows(x, y, out, dtype_, num_tokens(), width);
         default:
@@ -343,6 +347,26 @@ void Pass::scatter(const Operation &operation) const {
     }
 }
 
+// Over x's rows, or, of an operation without inputs, over zeros. `out` may be where `x` is.
+void Pass::place(const Operation &operation) const {
+    const int64_t width = operation.out.width, row_bytes = width * size_of(dtype_);
+    void *const base = at(operation.x), *const out = at(operation.out);
+    over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
+        void *const to = offset(out, first * width, dtype_);
+        if (operation.kind == Kind::take) {
+            std::memset(to, 0, (last - first) * row_bytes);
+        } else if (base != out) {
+            std::memcpy(to, offset(base, first * width, dtype_), (last - first) * row_bytes);
+        }
+    });
+    const PlacedRows &placed = step_->placed;
+    over_rows(placed.count, width, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            std::memcpy(offset(out, placed.tokens[i] * width, dtype_), offset(placed.rows, i * width, dtype_), row_bytes);
+        }
+    });
+}
+
 }  // namespace
 
 // ---- the program ----
@@ -382,6 +406,24 @@ void Program::check(const std::vector<const Adapter *> &adapters) const {
             if (weight->num_inputs == each.x.width && weight->num_outputs == num_outputs) continue;
             throw std::invalid_argument("step: an adapter for another shape of weight " + std::to_string(each.number));
         }
+    }
+}
+
+void Program::check(const PlacedRows &placed, int64_t num_tokens) const {
+    if (placed.count == 0) return;
+    bool is_used = false;
+    for (const Operation &each : lists_.whole) {
+        if (each.kind != Kind::place && each.kind != Kind::take) continue;
+        is_used = true;
+        if (each.out.width == placed.width) continue;
+        throw std::invalid_argument("step: rows of " + std::to_string(placed.width) + " to be placed among those of " +
+                                    std::to_string(each.out.width));
+    }
+    if (!is_used) throw std::invalid_argument("step: this program takes no rows from outside");
+    for (int64_t i = 0; i < placed.count; ++i) {
+        if (placed.tokens[i] >= 0 && placed.tokens[i] < num_tokens) continue;
+        throw std::invalid_argument("step: a row is to be placed at token " + std::to_string(placed.tokens[i]) + " of " +
+                                    std::to_string(num_tokens));
     }
 }
 

@@ -45,7 +45,8 @@ struct Heads {
 };
 
 enum class Kind : int {
-    embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows
+    embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows, place,
+    take
 };
 
 // One operation, and of the fields those that its kind has.
@@ -87,6 +88,13 @@ struct GroupTables {
     const int32_t *block_tables;  // [S], rows StepInputs::table_stride entries apart
 };
 
+// Rows that a step brings from outside, in the program's dtype.
+struct PlacedRows {
+    const int64_t *tokens;  // [count] that they belong to
+    const void *rows;       // [count, width]
+    int64_t count, width;
+};
+
 // The tokens of one step, and where everything of them is.
 struct StepInputs {
     const int64_t *token_ids, *positions;  // [T]
@@ -95,6 +103,7 @@ struct StepInputs {
     int64_t table_stride;
     const int32_t *num_wanted;  // [S] hidden states that are wanted, of each sequence's last tokens; null: all
     const AdaptedRows *adapted;  // the tokens that use an adapter; null: none does
+    PlacedRows placed;           // that `place` and `take` put where their tokens are; count 0: none
 };
 
 // Memory that is kept from call to call and grows as needed.
@@ -129,6 +138,8 @@ class Program {
 
     // std::invalid_argument for an adapter that was made for other weights.
     void check(const std::vector<const Adapter *> &adapters) const;
+    // The same for rows of another width, or of tokens that the step does not have.
+    void check(const PlacedRows &placed, int64_t num_tokens) const;
 
     // Token ids to hidden states [T, width]; those that are not wanted may be of an earlier layer. Checks every index first:
     // std::out_of_range for a token id, std::invalid_argument for anything else. One call at a time: others wait.

@@ -17,8 +17,8 @@ using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
 constexpr int64_t MAX_WEIGHTS = 1 << 20;
-constexpr int NUM_KINDS = 13;
-constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2};  // norm: or 2, with as many outputs
+constexpr int NUM_KINDS = 15;
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0};  // norm: or 2, with as many outputs
 
 // The operations of one list, and the room that their values take.
 struct Operations {
@@ -89,7 +89,9 @@ static bool do_values_fit(const Operation &each) {
                    each.router.num_outputs == each.layer.num_experts && each.routing.num_experts == each.layer.num_experts;
         case Kind::gate_rows:
             return are_elementwise(each.x, each.out) && each.y.width == 1 && are_apart(each.y, each.out);
-        default:  // scale, activate, select
+        case Kind::take:
+            return true;
+        default:  // scale, activate, select, place
             return are_elementwise(each.x, each.out);
     }
 }
@@ -206,7 +208,8 @@ static void init_program(Program *self, const Operations &whole, const Operation
 static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, uintptr_t query_start, uintptr_t context_len,
                     int64_t num_sequences, int64_t num_tokens, const std::vector<std::pair<uintptr_t, uintptr_t>> &tables,
                     int64_t table_stride, uintptr_t num_wanted,
-                    const std::vector<const Adapter *> &adapters, uintptr_t of_token, uintptr_t out) {
+                    const std::vector<const Adapter *> &adapters, uintptr_t of_token, uintptr_t placed_tokens,
+                    uintptr_t placed_rows, int64_t num_placed, int64_t placed_width, uintptr_t out) {
     constexpr int64_t MOST = (int64_t{1} << 31) - 1;  // both are counted in 32 bits
     const Arguments args("Program.forward");
     args.between(0, MOST, "the number of tokens", num_tokens);
@@ -217,6 +220,11 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
     const AdaptedRows adapted(adapters, args.array<const int32_t>("of_token", of_token, {adapters.empty() ? 0 : num_tokens}),
                               adapters.empty() ? 0 : num_tokens);
     program.check(adapters);
+    args.between(0, num_tokens, "the number of placed rows", num_placed);
+    const PlacedRows placed{args.array<const int64_t>("placed_tokens", placed_tokens, {num_placed}),
+                            args.memory("placed_rows", placed_rows, program.lists().dtype, {num_placed, placed_width}).as<const void>(),
+                            num_placed, placed_width};
+    program.check(placed, num_tokens);
     std::vector<GroupTables> groups;
     for (const auto &[slots, block_tables] : tables) {
         groups.push_back({args.array<const int64_t>("slots", slots, {num_tokens}),
@@ -228,7 +236,8 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
                           std::move(groups),
                           table_stride,
                           args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences}),
-                          adapted.is_empty() ? nullptr : &adapted};
+                          adapted.is_empty() ? nullptr : &adapted,
+                          placed};
     program.forward(step, args.memory("out", out, program.lists().dtype, {num_tokens, program.lists().width}).as<void>());
 }
 

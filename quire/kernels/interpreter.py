@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels, Weights
 from quire.kernels.lora import StepAdapters
+from quire.kernels.placed import PlacedRows
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -70,6 +71,7 @@ class StepTensors:
     """Whether those are the wanted tokens' rows alone."""
     adapters: StepAdapters | None = None
     """Of the rows that are computed; None where none of them uses one."""
+    placed: PlacedRows | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -104,10 +106,13 @@ class Interpreter:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
         adapters: StepAdapters | None = None,
+        placed: PlacedRows | None = None,
     ) -> Tensor:
         """See `ForwardPass`."""
         wanted = None if num_wanted is None else wanted_tokens(num_wanted, batch)
-        whole = StepTensors(token_ids, positions, kv_caches, batch, wanted, adapters=adapters)
+        whole = StepTensors(
+            token_ids, positions, kv_caches, batch, wanted, adapters=adapters, placed=placed
+        )
         narrow = whole if wanted is None else _narrowed(whole, wanted)
         values: dict[int, Any] = {}
         for operation, is_narrow, dying in self._whole if wanted is None else self._wanted:
@@ -212,6 +217,11 @@ class Interpreter:
             case ops.Embed(table=table, of=of):
                 ids = step.token_ids if of == "token_ids" else step.all_positions
                 return kernels.embedding(ids, weights.tables[table])
+            case ops.Place():
+                placed = step.placed
+                return x if placed is None else x.index_copy(0, placed.tokens, placed.rows)
+            case ops.Take():
+                return self._taken(step)
             case ops.Scale(factor=factor):
                 return x * rounded(factor, x.dtype)
             case ops.Select():
@@ -219,6 +229,11 @@ class Interpreter:
             case ops.Scatter():
                 return x.index_copy(0, step.wanted_rows, y)
         raise NotImplementedError(f"the interpreter has no {type(operation).__name__}")
+
+    def _taken(self, step: StepTensors) -> Tensor:
+        assert step.placed is not None, "this program computes rows from outside"
+        tokens, rows = step.placed
+        return rows.new_zeros(len(step.token_ids), rows.shape[1]).index_copy(0, tokens, rows)
 
 
 def _narrowed(whole: StepTensors, wanted: WantedTokens) -> StepTensors:

@@ -22,6 +22,7 @@ ELEMENTWISE = (
     ops.HeadOperation,
     ops.Select,
     ops.GateRows,
+    ops.Place,
 )
 """Operations whose outputs may take the place of the inputs of the same index,
 if these are not read afterwards."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""A function of one number."""
-Gating = Literal["silu", "gelu", "gelu_tanh", "clamped_swish"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
+"""A function of one number; `gelu_sigmoid` is `x * sigmoid(1.702 x)` (CLIP)."""
+Gating = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "clamped_swish"]
 """What becomes of gate and up: `activation(gate) * up`, or, with `clamped_swish` (gpt-oss),
 `swish(min(gate, 7)) * (clamp(up, -7, 7) + 1)`, where `swish(x)` is `x * sigmoid(1.702 x)`."""
 
@@ -58,6 +58,16 @@ class Embed(Operation):
 
     table: int
     of: Literal["token_ids", "positions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Operation):
+    """Replaces rows by those that the step brings for them from outside, if it brings any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Take(Operation):
+    """The rows that the step brings from outside; zeros for tokens that it brings none for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ QINLINE Vec apply(Vec x) {
         return div(x, add(one, exp(negate(x))));
     } else if constexpr (A == Activation::gelu) {  // x / 2 (1 + erf(x / sqrt 2))
         return mul(mul(x, broadcast(0.5f)), add(one, erf(mul(x, broadcast(0.70710678118654752f)))));
+    } else if constexpr (A == Activation::gelu_sigmoid) {  // x / (1 + exp(-1.702 x))
+        return div(x, add(one, exp(mul(x, broadcast(-1.702f)))));
     } else {  // x / 2 (1 + tanh u) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
         const Vec cube = mul(mul(x, x), x);
         const Vec u = mul(fma(cube, broadcast(0.044715f), x), broadcast(0.79788456080286536f));

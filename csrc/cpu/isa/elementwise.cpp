@@ -248,6 +248,8 @@ static void activate_as(const T *x, T *out, Activation activation, int64_t first
             return activate_span<T, Activation::gelu>(x, out, first, last);
         case Activation::gelu_tanh:
             return activate_span<T, Activation::gelu_tanh>(x, out, first, last);
+        case Activation::gelu_sigmoid:
+            return activate_span<T, Activation::gelu_sigmoid>(x, out, first, last);
         case Activation::clamped_swish:
             __builtin_unreachable();  // refused by the callers
     }
@@ -262,6 +264,8 @@ static void gated_as(const T *gate_up, T *out, Activation activation, int64_t wi
             return gated_rows<T, Activation::gelu>(gate_up, out, width, first, last);
         case Activation::gelu_tanh:
             return gated_rows<T, Activation::gelu_tanh>(gate_up, out, width, first, last);
+        case Activation::gelu_sigmoid:
+            return gated_rows<T, Activation::gelu_sigmoid>(gate_up, out, width, first, last);
         case Activation::clamped_swish:
             return gated_rows<T, Activation::clamped_swish>(gate_up, out, width, first, last);
     }

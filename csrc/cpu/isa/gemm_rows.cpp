@@ -300,6 +300,8 @@ void store_gated(const float *gate, const float *up, const float *gate_bias, con
             return store_gated_with<Activation::gelu>(gate, up, gate_bias, up_bias, out);
         case Activation::gelu_tanh:
             return store_gated_with<Activation::gelu_tanh>(gate, up, gate_bias, up_bias, out);
+        case Activation::gelu_sigmoid:
+            return store_gated_with<Activation::gelu_sigmoid>(gate, up, gate_bias, up_bias, out);
         case Activation::clamped_swish:
             return store_gated_with<Activation::clamped_swish>(gate, up, gate_bias, up_bias, out);
     }

@@ -128,6 +128,8 @@ static FinishRows gated_of(Activation activation) {
             return finish_rows<Sums, Gated<T, Activation::silu>>;
         case Activation::gelu:
             return finish_rows<Sums, Gated<T, Activation::gelu>>;
+        case Activation::gelu_sigmoid:
+            return finish_rows<Sums, Gated<T, Activation::gelu_sigmoid>>;
         case Activation::gelu_tanh:
             return finish_rows<Sums, Gated<T, Activation::gelu_tanh>>;
         default:

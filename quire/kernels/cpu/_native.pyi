@@ -409,6 +409,10 @@ class Program:
         num_wanted: int,
         adapters: list[Adapter],
         of_token: int,
+        placed_tokens: int,
+        placed_rows: int,
+        num_placed: int,
+        placed_width: int,
         out: int,
         /,
     ) -> None: ...

@@ -37,6 +37,7 @@ from quire.kernels.cpu.lora import native_adapters
 from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.interpreter import rounded
 from quire.kernels.lora import StepAdapters
+from quire.kernels.placed import PlacedRows
 from quire.program import operations as ops
 from quire.program.arena import place_values
 from quire.program.operations import Program, activation_code, gating_code
@@ -46,6 +47,7 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.Embed: 0, ops.Scale: 1, ops.Add: 2, ops.Norm: 3, ops.AddNorm: 3, ops.Linear: 4,
     ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8,
     ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
+    ops.Place: 13, ops.Take: 14,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
@@ -109,6 +111,7 @@ class NativeProgram:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
         adapters: StepAdapters | None = None,
+        placed: PlacedRows | None = None,
     ) -> Tensor:
         self._attach(kv_caches, batch.group_of or (0,) * len(kv_caches))
         num_tokens = token_ids.numel()
@@ -137,6 +140,7 @@ class NativeProgram:
             if num_wanted is None
             else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
             *of_adapters,
+            *_native_rows(placed, self._dtype),
             out.data_ptr(),
         )
         return out
@@ -155,6 +159,17 @@ class NativeProgram:
         self._native.set_caches([native_cache(*pair) for pair in kv_caches], list(groups))
         self._groups = groups
         self._caches = [weakref.ref(tensor) for tensor in tensors]
+
+
+def _native_rows(placed: PlacedRows | None, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return what the extension takes of rows from outside: two addresses, count and width."""
+    if placed is None:
+        return 0, 0, 0, 0
+    tokens, rows = placed
+    fits = rows.dim() == 2 and rows.dtype == dtype and rows.is_contiguous()
+    require(fits, f"step: expected rows of {dtype} [M, width] to be placed", rows)
+    count, width = rows.shape
+    return indices_address(tokens, "placed_tokens", count), rows.data_ptr(), count, width
 
 
 class _Writer:

@@ -83,7 +83,9 @@ def _activation(x: Tensor, activation: Activation) -> Tensor:
         return functional.gelu(x)
     if activation == "gelu_tanh":
         return functional.gelu(x, approximate="tanh")
-    raise ValueError(f"activation {activation!r} is not one of silu, gelu, gelu_tanh")
+    if activation == "gelu_sigmoid":
+        return x * torch.sigmoid(1.702 * x)
+    raise ValueError(f"activation {activation!r} is not one of silu, gelu, gelu_tanh, gelu_sigmoid")
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:

@@ -60,7 +60,7 @@ def test_norms_of_a_row_do_not_depend_on_others(kernels: Kernels, device: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_sigmoid"])
 def test_activations(
     kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype, activation: Any
 ) -> None:
