@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from quire.core.adapters import Adapter
 from quire.core.grammars import Grammar
+from quire.core.images import PlacedImage
 
 PLAN_VERSION = 4
 NOT_FINITE = (
@@ -113,6 +114,8 @@ class RowSampling(NamedTuple):
     thinking: ThinkingBudget | None = None
     adapter: Adapter | None = None
     """What the row is computed with besides the model's weights."""
+    images: tuple[PlacedImage, ...] = ()
+    """What stands at some positions of the prompt in place of tokens, in ascending order."""
 
 
 class NewRow(NamedTuple):

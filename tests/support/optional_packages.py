@@ -18,3 +18,5 @@ def has_package(name: str) -> bool:
 
 HAS_GRAMMARS = has_package("llguidance")
 needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="structured outputs need llguidance")
+HAS_IMAGES = has_package("PIL")
+needs_images = pytest.mark.skipif(not HAS_IMAGES, reason="images need Pillow")

@@ -1,0 +1,70 @@
+"""Images as both planes know them: which a prompt has and where, and what is said of encoding them.
+
+An image is its digest: of the decoded pixels, their shape and the processor's settings. Two images
+of one digest are the same for every cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+IMAGES = "images"
+"""Of `StepPlan.orders`: each an `ImageOrder`. Of `StepResult.news`: an `ImageVerdict` on each that
+encodes one, in any later step."""
+_SIGN = -(1 << 31)
+
+
+class Image(NamedTuple):
+    """An image as the processor left it."""
+
+    digest: bytes
+    """32 bytes."""
+    pixels: bytes
+    """RGB, 8 bits each, [height, width, 3]."""
+    height: int
+    width: int
+    num_tokens: int
+    """Places that it takes in the prompt."""
+
+
+class PlacedImage(NamedTuple):
+    """An image of a prompt."""
+
+    first: int
+    """The position of the first of its tokens."""
+    image: Image
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.first + self.image.num_tokens
+
+
+class ImageOrder(NamedTuple):
+    """To encode an image, or, without one, to forget what came of it: no row needs it then."""
+
+    digest: bytes
+    image: Image | None
+
+
+class ImageVerdict(NamedTuple):
+    """The outcome of encoding an image: it is there, or `error` says why it never will be."""
+
+    digest: bytes
+    error: str | None = None
+
+
+def content_ids(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> tuple[int, ...] | None:
+    """Return what stands at each position: of an image's place 31 bits of its digest, negative, one
+    word after the other and round again, so that eight places have nearly all of it. None where
+    there are no images."""
+    if not images:
+        return None
+    found = list(token_ids)
+    for first, image in images:
+        words = [_SIGN | (word & 0x7FFFFFFF) for word in array("I", image.digest)]
+        repeated = words * (image.num_tokens // len(words) + 1)
+        found[first : first + image.num_tokens] = repeated[: image.num_tokens]
+    return tuple(found)

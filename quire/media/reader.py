@@ -1,0 +1,151 @@
+"""The images of requests, from what names them to what the scheduler and the worker know: records
+of `quire.core.images`, and a prompt with a place for each of their rows.
+
+Work on pixels is done in a few threads, each image within a time; a caller waits no longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from dataclasses import dataclass
+from threading import BoundedSemaphore
+from typing import NamedTuple
+
+from quire.core.images import Image, PlacedImage
+from quire.errors import InvalidParameterError, UnavailableError
+from quire.media.sources import ImageSource, MediaAccess
+from quire.models.image_processing import ImageProcessing
+
+MAX_PREPARE_S = 60.0
+"""Of one image, from the request to the pixels that the tower reads."""
+_THREADS = 2
+_MAX_PENDING = 64
+"""Images that are fetched and decoded at once, or wait for it."""
+
+
+class ExpandedPrompt(NamedTuple):
+    """A prompt with a token for each row of its images."""
+
+    token_ids: list[int]
+    images: tuple[PlacedImage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLimits:
+    """What a model's images may be."""
+
+    processing: ImageProcessing
+    num_tokens: int
+    """Places of an image."""
+    placeholder: int
+    """The token that stands for an image, and for each of its rows."""
+    max_images: int
+    """Of a request."""
+    max_tokens: int
+    """Places of all images of a request together."""
+
+
+class ImageReader:
+    """Reads the images of one model's requests. For any thread."""
+
+    def __init__(self, limits: ReaderLimits, access: MediaAccess) -> None:
+        self.limits = limits
+        self._access = access
+        self._pool: ThreadPoolExecutor | None = None
+        self._room = BoundedSemaphore(_MAX_PENDING)
+
+    def submit(self, source: ImageSource) -> Future[Image]:
+        """Begin to fetch, decode and process an image. Raises UnavailableError where too many are
+        being read; the future raises InvalidParameterError."""
+        if not self._room.acquire(blocking=False):
+            raise UnavailableError(
+                f"{_MAX_PENDING} images are being read already; try again later",
+                state="overloaded",
+                retry_after_s=1,
+            )
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-images")
+        future = self._pool.submit(self._read, source)
+        future.add_done_callback(lambda _: self._room.release())
+        return future
+
+    def read(self, sources: Sequence[ImageSource]) -> list[Image]:
+        """Read images one after the other, waiting for each. Raises InvalidParameterError."""
+        self.check_count(len(sources), sources[0].param if sources else "image")
+        found = []
+        for source in sources:
+            future = self.submit(source)
+            try:
+                found.append(future.result(MAX_PREPARE_S))
+            except TimeoutError:
+                raise self.too_slow(source) from None
+        return found
+
+    def check_count(self, count: int, param: str) -> None:
+        """Refuse more images than a request may have."""
+        limits = self.limits
+        most = min(limits.max_images, limits.max_tokens // limits.num_tokens)
+        if count > most:
+            raise InvalidParameterError(
+                f"{param}: the request has {count} images, and this engine takes at most {most} "
+                "(limit_mm_per_prompt, image_cache_memory)",
+                param=param,
+            )
+
+    @staticmethod
+    def too_slow(source: ImageSource) -> InvalidParameterError:
+        """Return what a request is answered whose image takes too long."""
+        return InvalidParameterError(
+            f"{source.param}: the image was not read within {MAX_PREPARE_S:g} s",
+            param=source.param,
+        )
+
+    def expand(
+        self, token_ids: Sequence[int], images: Sequence[Image], param: str = "prompt"
+    ) -> ExpandedPrompt:
+        """Give each row of the images a place: the n-th placeholder of the prompt is the n-th
+        image's. Raises InvalidParameterError where their numbers differ."""
+        placeholder = self.limits.placeholder
+        count = token_ids.count(placeholder)
+        if count != len(images):
+            raise InvalidParameterError(
+                f"{param}: it has {count} places for images (token {placeholder}), and "
+                f"{len(images)} images are given; write one for each",
+                param=param,
+            )
+        if not images:
+            return ExpandedPrompt(list(token_ids), ())
+        found, placed, left = list[int](), list[PlacedImage](), iter(images)
+        for token_id in token_ids:
+            if token_id != placeholder:
+                found.append(token_id)
+                continue
+            image = next(left)
+            placed.append(PlacedImage(len(found), image))
+            found += [placeholder] * image.num_tokens
+        return ExpandedPrompt(found, tuple(placed))
+
+    def close(self) -> None:
+        """Stop the threads; what they are at ends by itself. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, source: ImageSource) -> Image:
+        from quire.media.decoding import decode, from_object
+        from quire.media.fetching import fetch
+        from quire.media.resizing import processed
+
+        content, param = source
+        pixels = (
+            decode(fetch(content, self._access, param), param)
+            if isinstance(content, str)
+            else from_object(content, param)
+        )
+        settings = self.limits.processing
+        identity = hashlib.blake2b(repr((pixels.shape, settings)).encode(), digest_size=32)
+        identity.update(pixels.data)
+        small = processed(pixels, settings, param)
+        height, width = small.shape[:2]
+        return Image(identity.digest(), small.tobytes(), height, width, self.limits.num_tokens)

@@ -1,0 +1,82 @@
+"""From RGB pixels to those that a tower reads: padding, resizing, cropping, as a family's processor
+has it (`quire.models.image_processing`). Equal to transformers' processors that use Pillow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.errors import InvalidParameterError
+from quire.media.decoding import MAX_PIXELS, Pixels, pillow
+from quire.models.image_processing import ImageProcessing
+
+
+def processed(pixels: Pixels, settings: ImageProcessing, param: str = "image") -> Pixels:
+    """Return the pixels [height, width, 3] behind the processor, before they are scaled. Raises
+    InvalidParameterError for an image that would become too large on the way."""
+    if settings.pads_to_square:
+        pixels = _squared(pixels, settings.mean, param)
+    if settings.size is not None:
+        pixels = _resized(pixels, _target(pixels, settings.size), settings.resample, param)
+    return np.ascontiguousarray(
+        pixels if settings.crop is None else _cropped(pixels, settings.crop)
+    )
+
+
+def _target(pixels: Pixels, size: tuple[int, int] | int) -> tuple[int, int]:
+    """Height and width to resize to; the longer edge is rounded down."""
+    if isinstance(size, tuple):
+        return size
+    height, width = pixels.shape[:2]
+    longer = size * max(height, width) // min(height, width)
+    return (longer, size) if height > width else (size, longer)
+
+
+def _resized(pixels: Pixels, target: tuple[int, int], resample: int, param: str) -> Pixels:
+    height, width = target
+    if height * width > MAX_PIXELS:
+        raise InvalidParameterError(
+            f"{param}: an image of {pixels.shape[1]} x {pixels.shape[0]} would be resized to "
+            f"{width} x {height} pixels; give one that is closer to a square",
+            param=param,
+        )
+    resized = pillow().fromarray(pixels).resize((width, height), resample=resample)
+    return np.asarray(resized)
+
+
+def _squared(pixels: Pixels, mean: tuple[float, ...], param: str) -> Pixels:
+    height, width = pixels.shape[:2]
+    edge = max(height, width)
+    if height == width:
+        return pixels
+    if edge * edge > MAX_PIXELS:
+        raise InvalidParameterError(
+            f"{param}: an image of {width} x {height} would be padded to a square of more than "
+            f"{MAX_PIXELS:,} pixels; give a smaller one",
+            param=param,
+        )
+    square = np.empty((edge, edge, 3), np.uint8)
+    square[:] = [int(each * 255) for each in mean]
+    top, left = (edge - height) // 2, (edge - width) // 2
+    square[top : top + height, left : left + width] = pixels
+    return square
+
+
+def _cropped(pixels: Pixels, crop: tuple[int, int]) -> Pixels:
+    """Cut out the centre; what lies outside the image is black."""
+    out = np.zeros((*crop, 3), np.uint8)
+    spans = [_span(have, want) for have, want in zip(pixels.shape[:2], crop, strict=True)]
+    (from_row, to_row, rows), (from_column, to_column, columns) = spans
+    out[to_row : to_row + rows, to_column : to_column + columns] = pixels[
+        from_row : from_row + rows, from_column : from_column + columns
+    ]
+    return out
+
+
+def _span(have: int, want: int) -> tuple[int, int, int]:
+    """Along one side: where to read, where to write, how many."""
+    first = (have - want) // 2
+    if first >= 0:
+        return first, 0, want
+    # rounded as transformers does: padded to the wanted size around the image, then cut
+    padding = -(-(want - have) // 2)
+    return 0, min(padding, want - have), have

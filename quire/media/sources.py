@@ -1,0 +1,32 @@
+"""What names an image in a request, and what such names may reach. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class ImageSource(NamedTuple):
+    """One image as a request brings it."""
+
+    content: Any
+    """A URL, or what `quire.media.decoding.from_object` takes."""
+    param: str
+    """Where in the request, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaAccess:
+    """What URLs of images may name."""
+
+    domains: Sequence[str] = ()
+    """Hosts, or host:port; without a port, the usual ones."""
+    folder: Path | None = None
+    """Whose files `file:` URLs may name."""
+
+    @classmethod
+    def of_options(cls, domains: Sequence[str], folder: str) -> MediaAccess:
+        """Return what an operator's options allow."""
+        return cls(domains, Path(folder) if folder else None)

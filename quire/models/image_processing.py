@@ -1,0 +1,120 @@
+"""How a family brings images into the form that its tower reads: the settings of
+`preprocessor_config.json`, read strictly.
+
+Owns no pixel: `quire.media.resizing` resizes and crops by these settings, `quire.nn.vision` scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import UnsupportedModelError
+
+_MAX_EDGE = 1 << 14
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_BICUBIC = 3
+_FILTERS = range(6)
+_KNOWN = frozenset(
+    {
+        "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale",
+        "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb", "do_pad",
+        "default_to_square", "image_processor_type", "feature_extractor_type", "processor_class",
+        "data_format", "input_data_format", "device", "return_tensors", "disable_grouping",
+        "image_seq_length", "pad_size",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessing:
+    """What is done to an image's RGB pixels, in this order."""
+
+    pads_to_square: bool
+    """With the mean colour."""
+    size: tuple[int, int] | int | None
+    """(height, width), or the shorter edge; None: as it is."""
+    resample: int
+    """Pillow's number of the filter."""
+    crop: tuple[int, int] | None
+    """(height, width), around the centre; what is missing is black."""
+    scale: float
+    mean: tuple[float, float, float]
+    """Subtracted from each channel of the scaled pixels."""
+    std: tuple[float, float, float]
+    """Divides what is left."""
+
+    @property
+    def output(self) -> tuple[int, int] | None:
+        """Height and width of every image behind it; None where they depend on the image."""
+        return self.crop or (self.size if isinstance(self.size, tuple) else None)
+
+
+def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
+    """Read the settings of a processor of CLIP's kind. Raises UnsupportedModelError naming the key
+    that is not implemented."""
+    unknown = sorted(key for key in set(config) - _KNOWN if config[key] not in (None, False))
+    if unknown:
+        raise _refusal(unknown[0], config[unknown[0]], "no such key")
+    if config.get("do_convert_rgb") is False:
+        raise _refusal("do_convert_rgb", False, "true")
+    resample = config.get("resample", _BICUBIC)
+    if resample not in _FILTERS:
+        raise _refusal("resample", resample, "a filter of Pillow, 0 to 5")
+    size = _size(config, "size", {"shortest_edge": 224})
+    crop = _size(config, "crop_size", {"height": 224, "width": 224})
+    if isinstance(crop, int):
+        crop = (crop, crop)
+    scales, normalizes = config.get("do_rescale", True), config.get("do_normalize", True)
+    return ImageProcessing(
+        pads_to_square=bool(config.get("do_pad", False)),
+        size=size if config.get("do_resize", True) else None,
+        resample=int(resample),
+        crop=crop if config.get("do_center_crop", True) else None,
+        scale=_number(config.get("rescale_factor", 1 / 255), "rescale_factor") if scales else 1.0,
+        mean=_channels(config, "image_mean", _CLIP_MEAN) if normalizes else (0.0,) * 3,
+        std=_channels(config, "image_std", _CLIP_STD) if normalizes else (1.0,) * 3,
+    )
+
+
+def _size(config: Mapping[str, Any], key: str, default: Any) -> tuple[int, int] | int:
+    value = config.get(key) or default
+    if isinstance(value, Mapping):
+        given = {name: each for name, each in value.items() if each is not None}
+        if set(given) == {"shortest_edge"}:
+            return _edge(given["shortest_edge"], key)
+        if set(given) == {"height", "width"}:
+            return _edge(given["height"], key), _edge(given["width"], key)
+        raise _refusal(key, value, "height and width, or shortest_edge")
+    return _edge(value, key)
+
+
+def _edge(value: object, key: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MAX_EDGE:
+        raise _refusal(key, value, f"whole numbers from 1 to {_MAX_EDGE}")
+    return value
+
+
+def _channels(
+    config: Mapping[str, Any], key: str, default: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    value = config.get(key) or default
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise _refusal(key, value, "three numbers")
+    red, green, blue = (_number(each, key) for each in value)
+    return red, green, blue
+
+
+def _number(value: object, key: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(float(str(value))):
+        raise _refusal(key, value, "finite numbers")
+    return float(str(value))
+
+
+def _refusal(key: str, value: object, supported: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"preprocessor_config.json has {key}={repr(value)[:80]}; supported: {supported}"
+    )

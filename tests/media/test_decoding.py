@@ -1,0 +1,152 @@
+"""Files become pixels, or one clear refusal, whatever they hold."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from vision_models import picture
+
+from quire.errors import InvalidParameterError
+from quire.media.decoding import MAX_EDGE, MAX_PIXELS, decode, from_object
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def _file(image: Any, form: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _png(width: int, height: int, depth: int = 8, colour: int = 2, data: bytes = b"") -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", data)
+        + _chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP", "WEBP"])
+def test_lossless_files_give_their_pixels(form: str) -> None:
+    pixels = picture(1, 9, 14)
+    options = {"lossless": True} if form == "WEBP" else {}
+    assert np.array_equal(decode(_file(Image.fromarray(pixels), form, **options)), pixels)
+
+
+def test_what_is_no_rgb_becomes_it_as_transformers_does() -> None:
+    rgb = Image.fromarray(picture(2, 12, 10))
+    for mode in ("L", "P", "RGBA", "LA", "1", "CMYK"):
+        image = rgb.convert(mode)
+        form = "JPEG" if mode == "CMYK" else "PNG"
+        data = _file(image, form)
+        again = Image.open(io.BytesIO(data))
+        assert np.array_equal(decode(data), np.array(again.convert("RGB"))), mode
+
+
+def test_a_transparent_palette_is_read() -> None:
+    image = Image.fromarray(picture(2, 12, 10)).quantize(16)
+    data = _file(image, transparency=bytes(range(16)))
+    assert np.array_equal(decode(data), np.array(image.convert("RGB")))
+
+
+def test_sixteen_bits_are_divided_not_cut() -> None:
+    levels = np.array([[0, 255, 256, 32768, 65535]], np.uint16).repeat(3, 0)
+    found = decode(_file(Image.fromarray(levels)))
+    assert found[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    assert np.array_equal(found[..., 0], found[..., 2])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_the_image(orientation: int) -> None:
+    from PIL import ImageOps
+
+    image = Image.fromarray(picture(3, 16, 24))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = _file(image, "PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    found = decode(data)
+    assert np.array_equal(found, np.array(expected))
+    assert found.shape[:2] == ((24, 16) if orientation > 4 else (16, 24))
+
+
+def test_animated_files_are_refused() -> None:
+    frames = [Image.fromarray(picture(n, 8, 8)) for n in range(3)]
+    for form in ("GIF", "WEBP", "PNG"):
+        data = _file(frames[0], form, save_all=True, append_images=frames[1:])
+        with pytest.raises(InvalidParameterError, match="animated"):
+            decode(data)
+    assert decode(_file(frames[0], "GIF")).shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no image of a supported format"),
+        (b"GIF89a", "."),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image of a supported format"),
+        (b"%!PS-Adobe-3.0\n", "no image of a supported format"),
+        (_png(60_000, 60_000), f"at most {MAX_PIXELS:,}"),
+        (_png(MAX_EDGE + 1, 300), f"{MAX_EDGE:,} a side"),
+        (_png(20_000, 2_001), f"at most {MAX_PIXELS:,}"),
+        (_png(1, 201), "200 times the other"),
+        (_png(100, 100, data=zlib.compress(b"\0" * 50)), "broken|cannot be used"),
+        (_png(100, 100, data=b"no zlib"), "broken"),
+    ],
+)
+def test_hostile_files_are_refused_with_their_reason(data: bytes, says: str) -> None:
+    with pytest.raises(InvalidParameterError, match=says) as caught:
+        decode(data, "messages[0]")
+    assert caught.value.param == "messages[0]"
+
+
+def test_truncated_files_are_refused() -> None:
+    image = Image.fromarray(picture(4, 40, 40))
+    for form in ("PNG", "JPEG", "WEBP", "BMP"):
+        data = _file(image, form)
+        for length in (len(data) // 2, 40, 10):
+            with pytest.raises(InvalidParameterError):
+                decode(data[:length])
+
+
+def test_broken_files_never_raise_anything_else() -> None:
+    rng = random.Random(5)
+    image = Image.fromarray(picture(4, 20, 20))
+    files = [_file(image, form) for form in ("PNG", "JPEG", "WEBP", "BMP", "GIF")]
+    num_refused = 0
+    for number in range(1000):
+        data = bytearray(files[number % len(files)])
+        for _ in range(rng.randrange(1, 12)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            assert decode(bytes(data)).shape[2] == 3
+        except InvalidParameterError:
+            num_refused += 1
+    assert num_refused > 200
+
+
+def test_objects_of_a_script() -> None:
+    pixels = picture(6, 11, 13)
+    expected = decode(_file(Image.fromarray(pixels)))
+    assert np.array_equal(from_object(pixels), expected)
+    assert np.array_equal(from_object(Image.fromarray(pixels)), expected)
+    assert np.array_equal(from_object(_file(Image.fromarray(pixels))), expected)
+    assert from_object(pixels[..., 0]).shape == (11, 13, 3)
+    for wrong in (pixels.astype(np.float32), pixels[..., :2], pixels[None], [[1]], "x"):
+        with pytest.raises(InvalidParameterError):
+            from_object(wrong)
+    floats = Image.fromarray(np.ones((4, 4), np.float32))
+    with pytest.raises(InvalidParameterError, match="floating-point"):
+        from_object(floats)

@@ -1,0 +1,89 @@
+"""Processors give what those of transformers give that use Pillow, pixel by pixel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vision_models import picture
+
+from quire.errors import InvalidParameterError, UnsupportedModelError
+from quire.media.resizing import processed
+from quire.models.image_processing import read_image_processing
+from quire.nn.vision import patches_of
+
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers")
+
+SQUARE = {"height": 28, "width": 28}
+SETTINGS: list[dict[str, Any]] = [
+    {"size": {"shortest_edge": 28}, "crop_size": SQUARE},
+    {"size": {"shortest_edge": 20}, "crop_size": {"height": 28, "width": 31}},
+    {"size": {"height": 30, "width": 25}, "do_center_crop": False},
+    {"do_pad": True, "size": {"shortest_edge": 28}, "crop_size": SQUARE},
+    {"do_resize": False, "crop_size": {"height": 28, "width": 33}, "resample": 2},
+    {"size": {"shortest_edge": 33}, "crop_size": SQUARE, "resample": 2, "do_normalize": False},
+    {"size": 28, "crop_size": 28, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+]
+SIZES = [(40, 30), (28, 28), (17, 91), (91, 17), (5, 300), (27, 28), (29, 64), (336, 500)]
+
+
+def _theirs(settings: dict[str, Any]) -> Any:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    return (LlavaImageProcessorPil if settings.get("do_pad") else CLIPImageProcessorPil)(**settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_pixels_are_those_of_transformers(settings: dict[str, Any]) -> None:
+    theirs, ours = _theirs(settings), read_image_processing(settings)
+    for size in SIZES:
+        pixels = picture(1, *size)
+        want = theirs(Image.fromarray(pixels), return_tensors="np")["pixel_values"][0]
+        found = processed(pixels, ours)
+        assert found.shape[:2] == want.shape[1:], size
+        scaled = patches_of(found, ours, 1).reshape(*found.shape[:2], 3).transpose(2, 0, 1)
+        assert np.abs(scaled - want).max() <= 1e-6, size
+
+
+def test_patches_are_a_convolution() -> None:
+    import torch
+
+    settings = read_image_processing(SETTINGS[0])
+    pixels = processed(picture(2), settings)
+    image = torch.from_numpy(patches_of(pixels, settings, 1)).reshape(1, 28, 28, 3)
+    kernel = torch.randn(8, 3, 7, 7)
+    want = torch.nn.functional.conv2d(image.permute(0, 3, 1, 2), kernel, stride=7)
+    found = torch.from_numpy(patches_of(pixels, settings, 7)) @ kernel.flatten(1).T
+    torch.testing.assert_close(found, want[0].flatten(1).T, atol=1e-4, rtol=1e-4)
+
+
+def test_an_image_that_would_grow_is_refused() -> None:
+    settings = read_image_processing({"size": {"shortest_edge": 8000}, "crop_size": 28})
+    with pytest.raises(InvalidParameterError, match="closer to a square"):
+        processed(picture(1, 2, 100), settings)
+    squared = read_image_processing(SETTINGS[3])
+    with pytest.raises(InvalidParameterError, match="padded to a square"):
+        processed(np.zeros((100, 7000, 3), np.uint8), squared)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"do_flip": True}, "do_flip"),
+        ({"do_convert_rgb": False}, "do_convert_rgb"),
+        ({"resample": 9}, "resample"),
+        ({"size": {"longest_edge": 3}}, "size"),
+        ({"crop_size": 0}, "crop_size"),
+        ({"image_mean": [0.5]}, "image_mean"),
+        ({"image_std": "x"}, "image_std"),
+        ({"rescale_factor": float("nan")}, "rescale_factor"),
+    ],
+)
+def test_settings_that_are_not_implemented_are_refused(settings: Any, says: str) -> None:
+    if settings == {"crop_size": 0}:
+        settings = {"crop_size": -1}
+    with pytest.raises(UnsupportedModelError, match=says):
+        read_image_processing(settings)

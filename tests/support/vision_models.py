@@ -1,0 +1,116 @@
+"""Tiny models that read images, as transformers makes them and as configs, and pictures for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EDGE, PATCH = 28, 7
+NUM_TOKENS = (EDGE // PATCH) ** 2
+PLACEHOLDER = 252
+PROCESSOR = {"size": {"shortest_edge": EDGE}, "crop_size": {"height": EDGE, "width": EDGE}}
+VISION: dict[str, Any] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "image_size": EDGE,
+    "patch_size": PATCH,
+}
+TEXT: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": PLACEHOLDER,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+    "text_config": TEXT,
+    "vision_config": VISION,
+}
+
+
+def picture(seed: int, height: int = 40, width: int = 30) -> np.ndarray:
+    """RGB noise [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'].upper() + ': ' }}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}\
+{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}\
+{{ part['text'] + ' ' }}{% endfor %}{% endfor %}{% if add_generation_prompt %}\
+{{ 'ASSISTANT:' }}{% endif %}"""
+"""LLaVA's own, but for what it does with whole strings: as there, images come first."""
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose tokens are bytes, and the placeholder in place of one of them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<s>", "</s>", *alphabet[: PLACEHOLDER - 2]]
+    tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for name in ("<s>", "</s>", "<image>"):
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    assert tokenizer.token_to_id("<image>") == PLACEHOLDER
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+
+
+def data_url(pixels: np.ndarray) -> str:
+    """A picture as a data URL."""
+    import base64
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def write_llava(folder: Path, **overrides: Any) -> Any:
+    """Save a LLaVA of random weights, large enough that an image decides what is answered, with its
+    processor's settings; returns transformers' model."""
+    import torch
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    torch.manual_seed(3)
+    vision = {key: value for key, value in VISION.items() if key != "model_type"}
+    text = {key: value for key, value in TEXT.items() if key != "model_type"}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision),
+        text_config=LlamaConfig(**text),
+        image_token_index=PLACEHOLDER,
+        **overrides,
+    )
+    model: Any = Llava(config)
+    model.eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(0.0, 0.3 if "embed" in name else 0.15)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return model
