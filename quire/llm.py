@@ -17,13 +17,14 @@ from quire.engine.front.adapters import ChosenAdapter, LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.metrics import Metric
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.front.prompts import Prompt, as_prompts, with_truncation
+from quire.engine.front.prompts import Prompt, PromptDict, as_prompts, with_truncation
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.loop.engine import Engine, Output
 from quire.engine.loop.sharing import Session, is_last
 from quire.engine.pooling.calls import PoolingCalls
 from quire.errors import ConfigError, InvalidParameterError
 from quire.grammar.judge import judge
+from quire.media.parts import take_images, with_image_parts
 from quire.text.chat import ChatTemplate, encode_chat
 from quire.text.content_format import ContentFormat, as_content_format
 from quire.text.pretrained import PretrainedTokenizer
@@ -109,12 +110,15 @@ class LLM(PoolingCalls, DecisionCalls):
         """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's
         chat template.
 
+        Contents may have images: parts such as `{"type": "image_url", "image_url": {"url": ...}}`,
+        or `{"type": "image_pil", "image_pil": ...}` with an image of PIL.
         `chat_template_content_format` says how contents reach the template: "string" as text,
         "openai" as lists of parts, "auto" as they are given.
         """
         without.refuse_media(mm_processor_kwargs)
+        template = self._template(chat_template)
         render = partial(
-            self._template(chat_template).render,
+            template.render,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -124,13 +128,18 @@ class LLM(PoolingCalls, DecisionCalls):
         conversations: Sequence[Conversation] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
         prompts: list[Prompt] = []
         for conversation in conversations:
-            rendered = render(as_content_format(conversation, chat_template_content_format))
-            prompts.append(
-                {
-                    "prompt": rendered,
-                    "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered),
-                }
-            )
+            plain, sources = take_images(with_image_parts(conversation))
+            shown = as_content_format(plain, chat_template_content_format)
+            if self.engine.images is not None and chat_template_content_format == "auto":
+                shown = template.needs.fit_messages(shown)
+            rendered = render(shown)
+            prompt: PromptDict = {
+                "prompt": rendered,
+                "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered),
+            }
+            if sources:
+                prompt["multi_modal_data"] = {"image": sources}
+            prompts.append(prompt)
         return self.generate(
             prompts,
             sampling_params,
@@ -217,7 +226,7 @@ class LLM(PoolingCalls, DecisionCalls):
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def reset_mm_cache(self) -> None:
-        """Does nothing: there are no media, so none are cached."""
+        """Does nothing: encoded images are known by their content, so none is ever stale."""
 
     sleep = absent("sleep", without.NO_SLEEP)
     wake_up = absent("wake_up", without.NO_SLEEP)

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"models", "kernels"},
     "quant": {"kernels", "models", "weights"},
     "nn": {"models", "weights", "kernels", "quant", "program"},
-    "multimodal": {"nn", "kernels"},
+    "media": {"core", "models"},
     "lora": {"kernels", "core", "models", "weights"},
     "parallel": {"nn", "kernels"},
     "grammar": {"core"},
@@ -55,7 +55,6 @@ ALLOWED: dict[str, set[str]] = {
         "lora",
         "parallel",
         "transfer",
-        "multimodal",
         "grammar",
     },
     "executor": {
@@ -81,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
         "sampling",
         "spec",
         "lora",
-        "multimodal",
+        "media",
         "parallel",
         "transfer",
         "grammar",
@@ -99,6 +98,7 @@ CORE_FOR_THE_DATA_PLANE = {
     "quire.core.grammars",
     "quire.core.pooling",
     "quire.core.adapters",
+    "quire.core.images",
 }
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
@@ -168,12 +168,13 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_600, "csrc": 11_700, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_600,
-    "quire/common": 1_200, "quire/config": 1_200, "quire/core": 7_400, "quire/engine": 10_700,
-    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 8_500, "quire/lora": 900,
-    "quire/models": 3_100, "quire/nn": 700, "quire/observe": 200, "quire/program": 600,
-    "quire/quant": 2_000, "quire/sampling": 1_300, "quire/server": 13_900, "quire/sim": 1_200,
-    "quire/text": 4_100, "quire/utils": 100, "quire/weights": 2_100, "quire/worker": 1_800,
+    "benchmarks": 6_600, "csrc": 11_800, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_600,
+    "quire/common": 1_200, "quire/config": 1_200, "quire/core": 7_600, "quire/engine": 10_900,
+    "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 8_600, "quire/lora": 900,
+    "quire/media": 800, "quire/models": 3_500, "quire/nn": 800, "quire/observe": 200,
+    "quire/program": 600, "quire/quant": 2_000, "quire/sampling": 1_300, "quire/server": 14_000,
+    "quire/sim": 1_200, "quire/text": 4_100, "quire/utils": 100, "quire/weights": 2_100,
+    "quire/worker": 1_900,
 }  # fmt: skip
 
 

@@ -229,6 +229,20 @@ class EngineConfig:
         "draft tokens and compute several of a sequence at once, with the same answers: "
         '{"method": "suffix"}, and more keys of vLLM\'s',
     )
+    limit_mm_per_prompt: Mapping[str, Any] | None = _option(
+        None, 'most images of a request, as {"image": 4}; 16 by default, 0 takes none'
+    )
+    image_cache_memory: int | str | None = _option(
+        None,
+        'memory of encoded images in bytes or as "512MiB"; by default for as many as a request '
+        "may have, 64 MiB at least",
+    )
+    allowed_local_media_path: str = _option(
+        "", "folder whose files requests may name as file: URLs of images; none by default"
+    )
+    allowed_media_domains: tuple[str, ...] = _option(
+        (), "host from which images are fetched by http and https (repeatable); none by default"
+    )
     runner: str = _option(
         "auto",
         "what the model is for: generate makes text, pooling vectors or classes; auto follows its "
@@ -271,9 +285,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be the name or folder of a model")
+        object.__setattr__(self, "allowed_media_domains", self._domains())
         self._check_choices()
         self._check_numbers()
         self._check_available()
+
+    def _domains(self) -> tuple[str, ...]:
+        given = self.allowed_media_domains
+        if not isinstance(given, list | tuple) or not all(isinstance(x, str) for x in given):
+            raise ConfigError(f"allowed_media_domains={given!r} must be a list of host names")
+        return tuple(given)
 
     def _check_choices(self) -> None:
         for item in fields(self):

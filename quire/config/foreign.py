@@ -116,14 +116,15 @@ _TABLE: tuple[ForeignOption, ...] = (
         guided_decoding_backend=None,
     ),
     *_ignored(
-        "models that generate text take no media",
-        limit_mm_per_prompt=None,
-        mm_processor_kwargs=None,
+        "images alone are read, whose memory is planned before the start (image_cache_memory)",
         mm_processor_cache_gb=None,
         skip_mm_profiling=False,
-        allowed_local_media_path="",
-        allowed_media_domains=None,
         language_model_only=False,
+    ),
+    *_absent(
+        "images are processed as the model's preprocessor_config.json says",
+        {},
+        mm_processor_kwargs=None,
     ),
     *_absent(
         "say runner='pooling' and convert='embed' or 'classify'",

@@ -49,6 +49,10 @@ class ImageOrder(NamedTuple):
     image: Image | None
 
 
+FORGET_ALL_IMAGES = ImageOrder(b"", None)
+"""To forget every image, and what was ordered: no row needs any."""
+
+
 class ImageVerdict(NamedTuple):
     """The outcome of encoding an image: it is there, or `error` says why it never will be."""
 

@@ -183,16 +183,20 @@ class ConfigReader:
             return ()
         return tuple(found for name in group._values if (found := group.section(name)) is not None)
 
-    def section(self, key: str) -> ConfigReader | None:
+    def section(
+        self, key: str, defaults: Mapping[str, object] | None = None
+    ) -> ConfigReader | None:
         """Return a nested object (None where absent); its own unread keys are
-        refused by `finish` of the whole."""
+        refused by `finish` of the whole. `defaults` are what its keys are where it lacks them."""
         self._read.add(key)
         if not self.has(key):
             return None
         value = self._values[key]
         if not isinstance(value, Mapping):
             raise self.refuse(key, "an object")
-        section = ConfigReader(value, self.architecture, path=f"{self._path}{key}.")
+        section = ConfigReader(
+            {**(defaults or {}), **value}, self.architecture, path=f"{self._path}{key}."
+        )
         self._sections.append(section)
         return section
 

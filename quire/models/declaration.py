@@ -51,10 +51,14 @@ class TensorSpec:
     """What the values scatter around when they are made up (dummy weights)."""
     other_place: StackedPlace | None = None
     """Where checkpoints keep it that do not have `name`."""
+    stored_as: tuple[int, ...] | None = None
+    """The stored shape, where that has more dimensions (kernels of convolutions)."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint must have under `name`."""
+        if self.stored_as is not None:
+            return self.stored_as
         shape = (self.stored_rows or self.shape[0], *self.shape[1:])
         return shape[::-1] if self.is_transposed else shape
 
@@ -224,7 +228,9 @@ def sequential(*sublayers: Sublayer) -> BlockSpec:
 
 PoolingKind = Literal["last", "cls", "mean", "max", "mean_sqrt_len", "weighted_mean"]
 """How one vector is made of a text's hidden states."""
-DenseActivation = Literal["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh", "silu"]
+DenseActivation = Literal[
+    "none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh", "gelu_sigmoid", "silu"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,70 @@ class PositionBiasSpec:
     """[buckets, heads]: of keys before the query and at it, then of those behind it."""
     max_distance: int
     """Keys further away share the last bucket."""
+
+
+TOWER_STAGES = 4
+"""Pieces that a tower is computed in; each keeps memory for its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsSpec:
+    """A program over rows that come from outside: `exit(final_norm(blocks(norm(entry(x)))))`, of
+    which anything may be absent."""
+
+    width: int
+    """Of the rows that come in."""
+    entry: LinearSpec | None = None
+    positions: TensorSpec | None = None
+    """Added behind the entry, by the row's place."""
+    first_position: TensorSpec | None = None
+    """Added to the first of `positions`: the entry gives nothing there (a class token)."""
+    norm: NormSpec | None = None
+    blocks: tuple[BlockSpec, ...] = ()
+    """Whose attention is not causal."""
+    final_norm: NormSpec | None = None
+    exit: MlpSpec | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the stream."""
+        return self.width if self.entry is None else self.entry.num_outputs
+
+    @property
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Every matrix product as the parts that are stacked into one weight, in order."""
+        first = () if self.entry is None else ((self.entry,),)
+        last = () if self.exit is None else self.exit.projections
+        return (*first, *(parts for block in self.blocks for parts in block.projections), *last)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """How a model reads images: a tower over patches, and a projector from what it gives to rows
+    that stand where tokens' embeddings would."""
+
+    placeholder: int
+    """The token that holds the place of each row."""
+    patch_size: int
+    """Height and width of a patch, whose pixels come by channel, row and column."""
+    image_size: int
+    """Height and width of every image behind the processor."""
+    tower: RowsSpec
+    num_leading: int
+    """Rows of the tower before the patches' (a class token)."""
+    drops_leading: bool
+    """Whether those get no place in the prompt."""
+    projector: RowsSpec
+
+    @property
+    def num_patches(self) -> int:
+        """Of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Places that an image takes in the prompt."""
+        return self.num_patches + (0 if self.drops_leading else self.num_leading)
 
 
 class KVLayerSpec(NamedTuple):
@@ -308,6 +378,11 @@ class DecoderSpec:
     classifier: ClassifierSpec | None = None
     unused: tuple[str, ...] = ()
     """Beginnings of names of tensors that a checkpoint may hold besides."""
+    vision: VisionSpec | None = None
+    """Of a model that reads images."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Other beginnings of names that checkpoints have, and what stands for each here; the first
+    that fits counts."""
 
     @property
     def vocab_size(self) -> int:

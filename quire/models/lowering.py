@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quire.models.declaration import (
     AttentionSpec,
+    BlockSpec,
     DecoderSpec,
     ExpertsSpec,
     LinearSpec,
@@ -17,6 +18,7 @@ from quire.models.declaration import (
     MlpSpec,
     NormSpec,
     PositionBiasSpec,
+    RowsSpec,
     Sublayer,
     TensorSpec,
 )
@@ -42,24 +44,25 @@ class Parameters:
 def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
     """Return the program of a decoder, as plain as it can be: passes (`quire.program.passes`)
     are for back ends to choose."""
-    return _Lowering(spec).lowered()
+    return _Lowering(spec.hidden_size, spec.position_bias).decoder(spec)
+
+
+def lower_rows(spec: RowsSpec) -> tuple[ops.Program, Parameters]:
+    """Return the program over rows from outside, which has no head."""
+    return _Lowering(spec.hidden_size, None).rows(spec)
 
 
 class _Lowering:
-    def __init__(self, spec: DecoderSpec) -> None:
-        self._spec = spec
+    def __init__(self, hidden: int, bias: PositionBiasSpec | None) -> None:
+        self._hidden, self._bias = hidden, bias
         self._operations: list[ops.Operation] = []
         self._widths: list[int] = []
         self._vectors: list[TensorSpec] = []
         self._ropes: dict[RopeSpec, int] = {}
         self._num_linears = self._num_caches = 0
 
-    def lowered(self) -> tuple[ops.Program, Parameters]:
-        spec = self._spec
-        stream = self._embed()
-        for block in spec.blocks:
-            for stage in block.stages:
-                stream = self._stage(stage, stream)
+    def decoder(self, spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
+        stream = self._blocks(spec.blocks, self._embed(spec))
         head = ops.Head(
             None if spec.final_norm is None else self._norm_weights(spec.final_norm),
             None if spec.head is None else self._linear_number(),
@@ -77,7 +80,35 @@ class _Lowering:
             tuple(self._ropes),
             () if spec.position_bias is None else (spec.position_bias,),
         )
-        return ops.Program(tuple(self._operations), tuple(self._widths), stream, head), parameters
+        return self._program(stream, head), parameters
+
+    def rows(self, spec: RowsSpec) -> tuple[ops.Program, Parameters]:
+        x = self._emit(ops.Take((), (self._value(spec.width),)))
+        if spec.entry is not None:
+            x = self._linear(x, spec.entry)
+        if spec.positions is not None:
+            x = self._add(
+                x, self._emit(ops.Embed((), (self._value(self._hidden),), 0, "positions"))
+            )
+        x = self._norm(spec.final_norm, self._blocks(spec.blocks, self._norm(spec.norm, x)))
+        if spec.exit is not None:
+            x = self._mlp(spec.exit, x)
+        parameters = Parameters(
+            spec.projections,
+            () if spec.positions is None else (spec.positions,),
+            tuple(self._vectors),
+            tuple(self._ropes),
+        )
+        return self._program(x, ops.Head(None, None, None)), parameters
+
+    def _program(self, result: int, head: ops.Head) -> ops.Program:
+        return ops.Program(tuple(self._operations), tuple(self._widths), result, head)
+
+    def _blocks(self, blocks: tuple[BlockSpec, ...], stream: int) -> int:
+        for block in blocks:
+            for stage in block.stages:
+                stream = self._stage(stage, stream)
+        return stream
 
     def _value(self, width: int) -> int:
         self._widths.append(width)
@@ -87,11 +118,13 @@ class _Lowering:
         self._operations.append(operation)
         return operation.outputs[0]
 
-    def _embed(self) -> int:
-        spec, width = self._spec, self._spec.hidden_size
+    def _embed(self, spec: DecoderSpec) -> int:
+        width = spec.hidden_size
         x = self._emit(ops.Embed((), (self._value(width),), 0, "token_ids"))
         if spec.embedding_scale != 1.0:
             x = self._emit(ops.Scale((x,), (self._value(width),), spec.embedding_scale))
+        if spec.vision is not None:
+            x = self._emit(ops.Place((x,), (self._value(width),)))
         if spec.position_embedding is not None:
             position = self._emit(ops.Embed((), (self._value(width),), 1, "positions"))
             x = self._add(x, position)
@@ -140,7 +173,7 @@ class _Lowering:
                 ops.Rope((x,), row(), heads, self._ropes.setdefault(spec.rope, len(self._ropes)))
             )
         if not spec.is_causal:
-            bias = None if self._spec.position_bias is None else 0
+            bias = None if self._bias is None else 0
             out = (self._value(heads.query_width),)
             x = self._emit(ops.AttendAll((x,), out, heads, spec.scale, spec.window, bias))
             return self._linear(x, spec.output)
@@ -169,7 +202,7 @@ class _Lowering:
         return self._linear(x, spec.down)
 
     def _experts(self, spec: ExpertsSpec, x: int) -> int:
-        hidden = self._spec.hidden_size
+        hidden = self._hidden
         router, up, down = (self._linear_number() for _ in range(3))
         activation = spec.experts[0].activation
         out = self._emit(
@@ -189,7 +222,7 @@ class _Lowering:
         return self._emit(ops.Linear((x,), (self._value(spec.num_outputs),), self._linear_number()))
 
     def _add(self, stream: int, x: int) -> int:
-        return self._emit(ops.Add((stream, x), (self._value(self._spec.hidden_size),)))
+        return self._emit(ops.Add((stream, x), (self._value(self._hidden),)))
 
     def _norm(self, spec: NormSpec | None, x: int) -> int:
         """Lower a norm; without one, return x."""

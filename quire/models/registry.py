@@ -16,6 +16,7 @@ from quire.models.gemma3 import declare_gemma3
 from quire.models.gpt2 import declare_gpt2
 from quire.models.gpt_oss import declare_gpt_oss
 from quire.models.llama import declare_llama
+from quire.models.llava import declare_llava
 from quire.models.mistral import declare_mistral
 from quire.models.mixtral import declare_mixtral
 from quire.models.modernbert import declare_modernbert
@@ -80,6 +81,7 @@ def _classifying(declare_family: Declare) -> Declare:
 ARCHITECTURES: dict[str, Declare] = {
     **{f"{name}ForCausalLM": each for name, each in DECODERS.items()},
     "GPT2LMHeadModel": declare_gpt2,
+    "LlavaForConditionalGeneration": declare_llava,
 }
 """Models that generate text."""
 POOLING_ARCHITECTURES: dict[str, Declare] = {

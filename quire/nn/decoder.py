@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.interface import ForwardPass, Kernels, PackedLinear, Weights
 from quire.kernels.interpreter import normed
 from quire.kernels.lora import AdapterRows
+from quire.kernels.placed import PlacedRows, RowSource
 from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
@@ -35,6 +36,8 @@ class DecoderModel:
     """Memory that the weights take, tables of RoPE included."""
     adapters: AdapterRows | None = None
     """Who uses which adapter; None where the program takes none."""
+    images: RowSource | None = None
+    """What stands in place of tokens, in a model that reads images."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,8 +61,20 @@ class DecoderModel:
         if self.adapters is not None and context.rows is not None:
             adapters = self.adapters.of_step(context.rows, context.batch.query_start)
         return self.run(
-            token_ids, positions, context.batch, context.kv_caches, context.num_wanted, adapters
+            token_ids,
+            positions,
+            context.batch,
+            context.kv_caches,
+            context.num_wanted,
+            adapters,
+            self._placed(context),
         )
+
+    def _placed(self, context: StepContext) -> PlacedRows | None:
+        if self.images is None or context.rows is None:
+            return None
+        batch = context.batch
+        return self.images.of_step(context.rows, batch.query_start, batch.context_len)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states [R, H] to float32 logits [R, V]."""

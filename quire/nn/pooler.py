@@ -31,6 +31,7 @@ _LEAST_LENGTH = 1e-12
 _BY_KERNEL: dict[DenseActivation, Activation] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
+    "gelu_sigmoid": "gelu_sigmoid",
     "silu": "silu",
 }
 _BY_ROW: dict[DenseActivation, Callable[[Float64], Float64]] = {

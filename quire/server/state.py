@@ -15,7 +15,7 @@ from quire.engine.front.client import Client
 from quire.engine.front.think_tags import tokens_of_tags
 from quire.server.api.adapters import AdapterGauge, ServedAdapters
 from quire.server.api.answer_format import AnswerFormat, ReasoningTags, is_json
-from quire.server.api.conversation import ChatPrompt, Conversation
+from quire.server.api.conversation import ChatPrompt, Conversation, EncodedChat
 from quire.server.api.generation import Generator, Tracer
 from quire.server.api.prompt_encoder import PromptEncoder, read_template
 from quire.server.api.structure import Asked, asks_for_json, settle
@@ -42,7 +42,9 @@ class Api:
         self.created = int(time.time())
         info = client.model
         self.model_names = model_names(config, info.name)
-        self.prompts = PromptEncoder(client.tokenizer, info, read_template(config.chat_template))
+        self.prompts = PromptEncoder(
+            client.tokenizer, info, read_template(config.chat_template), client.images
+        )
         is_auto = config.tool_parser == "auto"
         self.tool_format = (
             format_of_template(self.prompts.template_source)
@@ -126,16 +128,16 @@ class Api:
         return await settle_tools(functions, demand, self.tool_notation, has_form=has_form)
 
     async def prompt(
-        self, conversation: Conversation, encoded: tuple[str, list[int]] | None = None
+        self, conversation: Conversation, encoded: EncodedChat | None = None
     ) -> ChatPrompt:
         """Render and encode a conversation, unless it has been, and settle the format of its
         answers. Raises ApiError 400."""
-        text, token_ids = encoded or await self.prompts.encode_chat(conversation)
+        text, token_ids, images = encoded or await self.prompts.encode_chat(conversation)
         form = await settle(conversation.asked)
         answer_format = self.answer_format(
             conversation.tools, form, text, conversation.continued_text
         )
-        return ChatPrompt(text, token_ids, answer_format, form)
+        return ChatPrompt(text, token_ids, answer_format, form, images)
 
     async def thinking(
         self,

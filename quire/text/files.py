@@ -152,6 +152,10 @@ def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
     for name in ("additional_chat_templates", "chat_templates"):
         for path in sorted(islice((folder / name).glob("*.jinja"), _MAX_TEMPLATES)):
             templates[path.stem] = read_text(path, _MAX_TEMPLATE_BYTES)
+    if is_file(folder / "chat_template.json"):  # where processors keep it
+        kept = read_object(folder / "chat_template.json", _MAX_TEMPLATE_BYTES).get("chat_template")
+        if isinstance(kept, str):
+            templates["default"] = kept
     if is_file(folder / "chat_template.jinja"):
         templates["default"] = read_text(folder / "chat_template.jinja", _MAX_TEMPLATE_BYTES)
     return templates

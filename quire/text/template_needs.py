@@ -41,6 +41,7 @@ class TemplateNeeds:
         self._render = render
         self._content = cache(self._find_content)
         self._reads_parts = lru_cache(64)(self._find_reads_parts)  # any name may come as a role
+        self._needs_parts = lru_cache(64)(self._find_needs_parts)
         self._lacks = cache(self._find_lacks)
 
     def fit_messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -52,9 +53,15 @@ class TemplateNeeds:
         return [self._fit_tool(tool) for tool in tools]
 
     def _fit_message(self, message: Message) -> Message:
-        content = message.get("content")
-        if isinstance(content, list) and not self._reads_parts(str(message.get("role"))):
+        content, role = message.get("content"), str(message.get("role"))
+        if isinstance(content, list) and any(part.get("type") == "image" for part in content):
+            return message
+        if isinstance(content, list) and not self._reads_parts(role):
+            if self._needs_parts(role):
+                return message
             return {**message, "content": joined_text(content)}
+        if isinstance(content, str) and content and self._needs_parts(role):
+            return {**message, "content": [{"type": "text", "text": content}]}
         return message if content is not None else {**message, "content": self._content()}
 
     def _find_content(self) -> str | None:
@@ -73,17 +80,18 @@ class TemplateNeeds:
         )
         return None if is_fine or with_text is None else ""
 
+    def _find_needs_parts(self, role: str) -> bool:
+        """Return whether a text is left out, or refused, unless it is a part of a list."""
+        text = _PARTS[0]
+        return text not in (self._render_content(role, text) or "") and text in (
+            self._render_content(role, [{"type": "text", "text": text}]) or ""
+        )
+
     def _find_reads_parts(self, role: str) -> bool:
         """Return whether a list of texts is rendered as these texts."""
-        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
-        before += (
-            [{"role": "assistant", "content": "", "tool_calls": [_CALL]}] if role == "tool" else []
-        )
-        after = [] if role == "user" else [_USER]
-        extra = {"tool_call_id": "abcdefghi", "name": "probe"} if role == "tool" else {}
 
         def render(content: Any) -> str | None:
-            return self._render([*before, {"role": role, "content": content, **extra}, *after], [])
+            return self._render_content(role, content)
 
         parts = [{"type": "text", "text": text} for text in _PARTS]
         single, plain, both = render(parts[:1]), render(_PARTS[0]), render(parts)
@@ -93,6 +101,17 @@ class TemplateNeeds:
             and both is not None
             and all(both.count(text) == 1 for text in _PARTS)
         )
+
+    def _render_content(self, role: str, content: Any) -> str | None:
+        """Render a chat with a message of this content."""
+        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
+        before += (
+            [{"role": "assistant", "content": "", "tool_calls": [_CALL]}] if role == "tool" else []
+        )
+        after = [] if role == "user" else [_USER]
+        extra = {"tool_call_id": "abcdefghi", "name": "probe"} if role == "tool" else {}
+
+        return self._render([*before, {"role": role, "content": content, **extra}, *after], [])
 
     def _fit_tool(self, tool: Message) -> Message:
         function = tool.get("function")

@@ -85,7 +85,9 @@ class SafetensorsCheckpoint(WeightSource):
         self._folder = folder
         self._layout = layout or {}
         self._files: dict[str, TensorFile] = {}
-        self._stored = self._find_tensors()
+        self._stored = {
+            _renamed(name, spec.renamed): each for name, each in self._find_tensors().items()
+        }
         self._prefix = self._missing_prefix(spec)
         self._find_stacked(spec)
         self._check(spec)
@@ -296,6 +298,14 @@ class SafetensorsCheckpoint(WeightSource):
             else f"as {' or '.join(sorted(expected.dtypes))}"
         )
         return f"{name} is stored as {stored.dtype}, not {kind}"
+
+
+def _renamed(name: str, renamed: Sequence[tuple[str, str]]) -> str:
+    """Return the name that the declaration has for a stored tensor."""
+    for stored, ours in renamed:
+        if name.startswith(stored):
+            return ours + name.removeprefix(stored)
+    return name
 
 
 def fill_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:

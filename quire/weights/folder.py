@@ -104,6 +104,17 @@ def read_generation_config(folder: Path) -> dict[str, object]:
     return read_object(path, _MAX_JSON_BYTES) if is_file(path) else {}
 
 
+def read_preprocessor_config(folder: Path) -> dict[str, object] | None:
+    """Return the settings of the model's image processor: those of `preprocessor_config.json`, in
+    newer folders a section of `processor_config.json`. None where there are none."""
+    path = folder / "preprocessor_config.json"
+    if is_file(path):
+        return read_object(path, _MAX_JSON_BYTES)
+    path = folder / "processor_config.json"
+    found = read_object(path, _MAX_JSON_BYTES).get("image_processor") if is_file(path) else None
+    return found if isinstance(found, dict) else None
+
+
 _CHOICES = (
     f"give a model folder, a Hugging Face name (owner/name), or {' or '.join(SHIPPED_MODELS)}"
 )

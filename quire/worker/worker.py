@@ -113,12 +113,15 @@ class Worker:
         self.memory.copy_blocks(plan.copies, self.model.kernels, self._stage)
         had_failed, self._has_failed = self._has_failed, False
         outcome = self._launch_known(plan.work) if had_failed else self._launch_contained(plan.work)
+        launched = time.perf_counter()
         news = self.companions.take_news(plan)
+        aside_s = time.perf_counter() - launched  # what companions do is none of the step's cost
 
         def result() -> StepResult:
             results = tuple(outcome())
             assert len(results) == len(plan.work)
-            return StepResult(plan.step_id, results, time.perf_counter() - started, news)
+            elapsed_s = time.perf_counter() - started - aside_s
+            return StepResult(plan.step_id, results, elapsed_s, news)
 
         return result
 

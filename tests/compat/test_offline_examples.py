@@ -433,7 +433,7 @@ Call = Callable[[LLM], object]
     [
         (
             lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}),
-            "'multi_modal_data' is not available",
+            "multi_modal_data: this model reads text alone",
         ),
         (lambda llm: llm.generate({"prompt_embeds": [1.0]}), "'prompt_embeds' is not available"),
         (

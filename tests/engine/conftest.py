@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vision_models import LLAVA
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.config.engine import EngineConfig
@@ -49,9 +50,18 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def llava_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a tiny model that reads images."""
+    path: Path = tmp_path_factory.mktemp("llava") / "config.json"
+    path.write_text(json.dumps(LLAVA))
+    return path
+
+
 @pytest.fixture
 def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
-    """Builds engines around the tiny model; `num_blocks` sizes the pool exactly."""
+    """Builds engines around the tiny model, or another one whose KV cache is alike; `num_blocks`
+    sizes the pool exactly."""
     engines: list[Engine] = []
 
     def make(**options: Any) -> Engine:
@@ -67,7 +77,8 @@ def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
         options.setdefault("max_num_seqs", 16)
         if DEVICE != "cpu":
             options.setdefault("device", DEVICE)
-        engine = build_engine(EngineConfig(model=str(tiny_config), load_format="dummy", **options))
+        model = str(options.pop("model", tiny_config))
+        engine = build_engine(EngineConfig(model=model, load_format="dummy", **options))
         assert engine.plan.limits.num_blocks == num_blocks
         engines.append(engine)
         return engine

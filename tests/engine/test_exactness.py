@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from engines import run_all
 from late_device import LateDevice
-from optional_packages import HAS_GRAMMARS
+from optional_packages import HAS_GRAMMARS, HAS_IMAGES
 from replayed import replay_steps
+from vision_models import PLACEHOLDER, picture
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.common.seeds import derive_seed
@@ -29,6 +30,7 @@ from quire.core.scheduler.preemption import assess
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.async_llm import AsyncLLM
 from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import PromptDict
 from quire.engine.loop.engine import Engine
 from quire.kernels import cpu
 
@@ -107,6 +109,20 @@ if not HAS_GRAMMARS:
         for name, request in REQUESTS.items()
         if "structured_outputs" not in request[1]
     }
+IMAGE_REQUESTS: Requests = {
+    "one image": ([5, PLACEHOLDER, 9, 10], {"temperature": 0.0}),
+    "same image": ([5, PLACEHOLDER, 9, 11, 12], {"seed": 21}),
+    "two images": ([PLACEHOLDER, 7, PLACEHOLDER, *_prompt(16, 9)], {"seed": 22, "top_k": 40}),
+    "image behind text": ([*SHARED_PREFIX, PLACEHOLDER, 3], {"temperature": 0.0}),
+}
+"""Of a model that reads images, besides the others."""
+IMAGES = {
+    "one image": [(1, 40, 30)],
+    "same image": [(1, 40, 30)],
+    "two images": [(2, 28, 91), (1, 40, 30)],
+    "image behind text": [(3, 60, 28)],
+}
+"""Seeds and sizes."""
 COMMON = {"max_tokens": 18, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
 
 
@@ -129,15 +145,24 @@ def _answer(output: RequestOutput) -> tuple[Any, ...]:
     return (*sequences, output.prompt_logprobs)
 
 
+def _given(name: str, prompt: list[int]) -> PromptDict:
+    given: PromptDict = {"prompt_token_ids": prompt}
+    if name in IMAGES:
+        given["multi_modal_data"] = {"image": [picture(*each) for each in IMAGES[name]]}
+    return given
+
+
 def _submit(engine: Engine, requests: Requests, suffix: str = "", **overrides: Any) -> None:
     for name, (prompt, options) in requests.items():
-        engine.add_request(
-            name + suffix, {"prompt_token_ids": prompt}, _params(options, **overrides)
-        )
+        engine.add_request(name + suffix, _given(name, prompt), _params(options, **overrides))
 
 
-def _answers(engine: Engine, requests: Requests = REQUESTS) -> Answers:
-    _submit(engine, requests)
+def _requests(engine: Engine) -> Requests:
+    return REQUESTS if engine.images is None else {**IMAGE_REQUESTS, **REQUESTS}
+
+
+def _answers(engine: Engine, requests: Requests | None = None) -> Answers:
+    _submit(engine, _requests(engine) if requests is None else requests)
     return {name: _answer(output) for name, output in run_all(engine).items()}
 
 
@@ -168,11 +193,17 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 """What is computed with: options of the engine."""
 # its first 256 tokens
+if HAS_IMAGES and DEVICE == "cpu":
+    NUMBERS["images"] = {"dtype": "float32", "model": "images"}
+    NUMBERS["images, bfloat16"] = {"dtype": "bfloat16", "model": "images"}
 NUMBERS = {name: {**options, "tokenizer": "quire-storyteller"} for name, options in NUMBERS.items()}
 
 
 @pytest.fixture(scope="module", params=NUMBERS)
-def numbers(request: pytest.FixtureRequest) -> str:
+def numbers(request: pytest.FixtureRequest, llava_config: Path) -> str:
+    options = NUMBERS[str(request.param)]
+    if "model" in options:
+        options["model"] = str(llava_config)
     return str(request.param)
 
 
@@ -184,7 +215,9 @@ def alone(numbers: str, make_engine: MakeEngine) -> Answers:
     """The reference: each request alone, in a fresh engine, cold and in one piece."""
     if numbers not in _ALONE:
         _ALONE[numbers] = {}
-        for name, request in REQUESTS.items():
+        has_images = "model" in NUMBERS[numbers]
+        requests = {**IMAGE_REQUESTS, **REQUESTS} if has_images else REQUESTS
+        for name, request in requests.items():
             engine = make_engine(**NUMBERS[numbers], enable_prefix_caching=False)
             _ALONE[numbers] |= _answers(engine, {name: request})
     return _ALONE[numbers]
@@ -228,7 +261,7 @@ def _cached_after_other_use(make: MakeEngine) -> Answers:
     """The cache was filled by requests that ended early and never asked
     for prompt log-probabilities."""
     engine = make()
-    _submit(engine, REQUESTS, max_tokens=3, min_tokens=0, prompt_logprobs=None)
+    _submit(engine, _requests(engine), max_tokens=3, min_tokens=0, prompt_logprobs=None)
     for _ in range(2):
         engine.step()
     engine.abort("shared-49")
@@ -255,7 +288,7 @@ def _preempted_at_every_token(make: MakeEngine) -> Answers:
     """Without overlap: nobody gets anywhere who loses, after every step,
     the one in flight as well."""
     engine = make(enable_prefix_caching=False, overlap="off")
-    _submit(engine, REQUESTS)
+    _submit(engine, _requests(engine))
     return {
         name: _answer(output)
         for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()
@@ -264,7 +297,7 @@ def _preempted_at_every_token(make: MakeEngine) -> Answers:
 
 def _resumed_from_cache(make: MakeEngine) -> Answers:
     engine = make(overlap="off")
-    _submit(engine, REQUESTS)
+    _submit(engine, _requests(engine))
     return {
         name: _answer(output)
         for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()
@@ -286,7 +319,7 @@ def _overlapped_and_preempted(make: MakeEngine) -> Answers:
     """Everyone loses what is in flight at every third token,
     and the token that was to come of it."""
     engine = make(overlap="on")
-    _submit(engine, REQUESTS)
+    _submit(engine, _requests(engine))
     num_steps = 0
 
     def preempt() -> None:
@@ -529,17 +562,19 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
     row_bytes = KV_FORMATS[
         NUMBERS[numbers].get("kv_cache_dtype", NUMBERS[numbers]["dtype"])
     ].row_bytes(16)
+    options: dict[str, Any] = {"model": str(tiny_config), **NUMBERS[numbers]}
+    requests = {**IMAGE_REQUESTS, **REQUESTS} if "model" in NUMBERS[numbers] else REQUESTS
     llm = AsyncLLM(
-        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes,
-        **NUMBERS[numbers], num_threads=1, max_num_seqs=6, max_model_len=100, device=DEVICE,
+        **options, load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes,
+        num_threads=1, max_num_seqs=6, max_model_len=100, device=DEVICE,
     )  # fmt: skip
 
     async def ask(name: str) -> tuple[str, tuple[Any, ...] | None]:
-        prompt, params = REQUESTS[name]
+        prompt, params = requests[name]
         await asyncio.sleep(rng.random() / 10)
         leaves = rng.random() < 0.3
         last: RequestOutput | None = None
-        async for output in llm.generate({"prompt_token_ids": prompt}, _params(params)):
+        async for output in llm.generate(_given(name, prompt), _params(params)):
             last = output
             if leaves:
                 return name, None
@@ -547,7 +582,7 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
         return name, _answer(last)
 
     async def ask_all() -> list[tuple[str, tuple[Any, ...] | None]]:
-        return await asyncio.gather(*(ask(name) for name in [*REQUESTS] * 3))
+        return await asyncio.gather(*(ask(name) for name in [*requests] * 3))
 
     try:
         answers = asyncio.run(ask_all())

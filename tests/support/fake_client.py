@@ -142,6 +142,11 @@ class FakeClient(Client):
         )
 
     @property
+    def images(self) -> None:
+        """It reads none."""
+        return None
+
+    @property
     def adapter_store(self) -> None:
         """None."""
 

@@ -18,6 +18,7 @@ from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.adapters import LoadedAdapters
 from quire.core.scheduler.grammars import CompiledGrammars
+from quire.core.scheduler.images import EncodedImages
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
@@ -49,13 +50,12 @@ logger = logging.getLogger(__name__)
 def prerequisites_of(plan: EnginePlan) -> tuple[Callable[[], Prerequisite], ...]:
     """The control plane's halves of the features whose others `build_executor` gives
     to the worker as companions."""
-    adapters = plan.adapters
-    if adapters is None:
-        return (CompiledGrammars,)
-    return (
-        CompiledGrammars,
-        partial(LoadedAdapters, adapters.max_active, adapters.max_loaded),
-    )
+    found: list[Callable[[], Prerequisite]] = [CompiledGrammars]
+    if (adapters := plan.adapters) is not None:
+        found.append(partial(LoadedAdapters, adapters.max_active, adapters.max_loaded))
+    if (images := plan.images) is not None:
+        found.append(partial(EncodedImages, images.max_tokens))
+    return tuple(found)
 
 
 def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool = False) -> Engine:
@@ -184,7 +184,7 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
     adapters = _adapter_table(plan, selection.kernels)
-    model, pooler = load_model(planned, selection.kernels, adapters)
+    model, pooler, images = load_model(planned, selection.kernels, adapters)
     limits = plan.limits
     num_scratch = int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
@@ -204,7 +204,7 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    companions = (matchers,) if adapters is None else (matchers, adapters)
+    companions = [each for each in (matchers, adapters, images) if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())

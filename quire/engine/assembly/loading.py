@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
     from quire.weights.source import WeightSource
+    from quire.worker.images import ImageTable
 
 
 def load_model(
     planned: PlannedModel, kernels: Kernels, adapters: AdapterTable | None
-) -> tuple[DecoderModel, Pooler | None]:
-    """Return the weights in memory, as planned, and what makes vectors, if anything does."""
+) -> tuple[DecoderModel, Pooler | None, ImageTable | None]:
+    """Return the weights in memory, as planned, what makes vectors, and what reads images,
+    if anything does."""
     from quire.nn.builder import build_decoder
     from quire.nn.pooler import build_pooler
     from quire.weights.dense import DenseFolder
@@ -51,9 +54,24 @@ def load_model(
             return weights if is_own else DenseFolder(planned.folder / str(dense.folder))
 
         pooler = None if plan.pooling is None else build_pooler(plan.pooling, model, source_of)
+        images = _image_table(plan, weights, kernels)
     if cache is not None:
         cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
-    return model, pooler
+    return replace(model, images=images), pooler, images
+
+
+def _image_table(plan: EnginePlan, weights: WeightSource, kernels: Kernels) -> ImageTable | None:
+    """Load what reads images, if the model does."""
+    if plan.images is None or plan.spec.vision is None:
+        return None
+    from quire.nn.builder import COMPUTE_DTYPES
+    from quire.nn.vision import VisionModel
+    from quire.quant.linears import FloatLinears
+    from quire.worker.images import ImageTable
+
+    floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[plan.dtype])
+    model = VisionModel(plan.spec.vision, plan.images.processing, floats)
+    return ImageTable(model, plan.images.max_tokens)
 
 
 @contextmanager

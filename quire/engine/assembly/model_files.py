@@ -13,18 +13,24 @@ from typing import NamedTuple
 from quire.common.file_states import lasting_name, states_of
 from quire.common.small_files import is_file, is_folder
 from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
-from quire.errors import ConfigError, ModelNotFoundError
+from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec
+from quire.models.image_processing import ImageProcessing, read_image_processing
 from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
 from quire.quant.storage import CheckpointStorage, read_storage
 from quire.weights.checkpoint import INDEX_NAME
-from quire.weights.folder import local_path, read_model_config, resolve_model
+from quire.weights.folder import (
+    local_path,
+    read_model_config,
+    read_preprocessor_config,
+    resolve_model,
+)
 from quire.weights.gguf.file import read_gguf
 from quire.weights.gguf.model import GgufModel
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", INDEX_NAME,
+    "special_tokens_map.json", "preprocessor_config.json", "processor_config.json", INDEX_NAME,
 )  # fmt: skip
 
 
@@ -70,6 +76,27 @@ class ModelFiles(NamedTuple):
         if config.load_format == "dummy":
             return None
         return read_storage(self.config, spec, config.quantize_to, keeps_fp8=keeps_fp8)
+
+    def image_processing(self, spec: DecoderSpec, config: EngineConfig) -> ImageProcessing | None:
+        """Return what is done to images before the model reads them; None where it reads none.
+        Raises a QuireError."""
+        if spec.vision is None:
+            return None
+        if self.gguf is not None or self.config.get("quantization_config") is not None:
+            raise UnsupportedModelError(
+                f"{spec.architecture}: supported are checkpoints of float32, bfloat16 or float16 "
+                "weights; quantization='int8' or 'int4' quantizes the decoder while it is loaded"
+            )
+        values = read_preprocessor_config(self.folder)
+        if values is None and config.load_format == "dummy":
+            edge = spec.vision.image_size
+            values = {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
+        if values is None:
+            raise CheckpointError(
+                f"{self.folder} has no preprocessor_config.json, which says how images are brought "
+                "into the form that the model reads; copy it from where the model was published"
+            )
+        return read_image_processing(values)
 
     def _check_stored(self, config: EngineConfig) -> None:
         """Refuse a wish for a checkpoint's quantization that the checkpoint does not have."""

@@ -58,7 +58,10 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
             if config.quantize_to is None
             else formats_at_load(spec, config.quantize_to)
         )
-    plan = resolve(config, spec, machine, formats, pooling, generates=generates)
+    processing = files.image_processing(spec, config)
+    plan = resolve(
+        config, spec, machine, formats, pooling, generates=generates, processing=processing
+    )
     for decision in plan.decisions:
         if (
             decision.name == "dtype"

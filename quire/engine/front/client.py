@@ -26,6 +26,7 @@ from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.assembly.fingerprint import fingerprint
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.digest import Digest
+from quire.engine.front.images import image_reader
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
@@ -36,6 +37,7 @@ from quire.engine.pooling.requests import PoolingRequests
 from quire.engine.process.messages import Inspect, InspectBlock, Inspected, InspectedBlock
 from quire.errors import EngineError, InvalidParameterError, UnavailableError
 from quire.lora.store import AdapterStore
+from quire.media.reader import ImageReader
 from quire.text.tokenizer import Tokenizer
 
 MAX_NUM_REQUESTS = 4096
@@ -164,6 +166,7 @@ class Client:
         self._tokenizer = prepared.tokenizer
         self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
         self._pooling = PoolingRequests(plan, prepared.tokenizer)
+        self._images = image_reader(plan)
         adapters = plan.adapters
         self._adapter_store = (
             None if adapters is None else AdapterStore(plan.spec, adapters.max_rank)
@@ -193,6 +196,11 @@ class Client:
     def pooling(self) -> PoolingRequests:
         """What the model makes of texts besides answers; it says so where that is nothing."""
         return self._pooling
+
+    @property
+    def images(self) -> ImageReader | None:
+        """What reads images of requests; None where the model reads none."""
+        return self._images
 
     @property
     def adapter_store(self) -> AdapterStore | None:

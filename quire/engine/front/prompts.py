@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, SupportsIndex, TypedDict, TypeVar
 
+from quire.core.images import PlacedImage
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.errors import InvalidParameterError, NotAvailableError
+from quire.media.reader import ImageReader
+from quire.media.sources import ImageSource
 from quire.text.tokenizer import Tokenizer
 
 
@@ -19,6 +22,7 @@ class PromptDict(TypedDict, total=False):
     prompt: str
     prompt_token_ids: Sequence[int]
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
 
 
 class TextPrompt(TypedDict):
@@ -26,6 +30,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -34,19 +39,20 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 Prompt = str | Sequence[int] | PromptDict | TextPrompt | TokensPrompt
 """Text, token ids, or a dict with either."""
 
 _NO_MEDIA = (
-    "multi_modal_data",
     "multi_modal_uuids",
     "mm_processor_kwargs",
     "prompt_embeds",
     "encoder_prompt",
 )
-"""Keys of prompts for models that read more than text."""
+"""Keys of prompts that mean nothing here."""
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
 class ParsedPrompt(NamedTuple):
@@ -55,6 +61,8 @@ class ParsedPrompt(NamedTuple):
     text: str | None
     token_ids: Sequence[int]
     cache_salt: str | None = None
+    images: tuple[PlacedImage, ...] = ()
+    """Whose places the token ids have."""
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -68,27 +76,29 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed
 
 
-def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> ParsedPrompt:
-    """Tokenize if need be, and check. Raises InvalidParameterError for
-    anything that is not a prompt."""
+def parse_prompt(
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    images: ImageReader | None = None,
+) -> ParsedPrompt:
+    """Tokenize if need be, and check; `images` reads those of a prompt, for a model that reads any.
+    Raises InvalidParameterError for anything that is not a prompt."""
     text: Any = None
     token_ids: Any = None
     salt: Any = None
+    media: Any = None
     if isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, Mapping):
-        text, token_ids, salt = (
-            prompt.get("prompt"),
-            prompt.get("prompt_token_ids"),
-            prompt.get("cache_salt"),
-        )
+        text, token_ids, salt, media = map(prompt.get, _KEYS)
         for key in _NO_MEDIA:
             if prompt.get(key):
                 raise NotAvailableError(
                     f"a prompt with {key!r} is not available in this version; give text or "
                     "token ids"
                 )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NO_MEDIA}
+        unknown = set(prompt) - {*_KEYS, *_NO_MEDIA}
         if unknown or (text is None and token_ids is None):
             raise InvalidParameterError(
                 "a prompt dict needs 'prompt' or 'prompt_token_ids' (and may have 'cache_salt'), "
@@ -105,9 +115,55 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
         )
     if token_ids is None:
         token_ids = _encode(text, tokenizer)
-    return ParsedPrompt(
-        text if isinstance(text, str) else None, check_token_ids(token_ids, vocab_size), salt
+    checked = check_token_ids(token_ids, vocab_size)
+    shown = text if isinstance(text, str) else None
+    sources = _sources(media)
+    if images is None:
+        if sources:
+            raise no_images("multi_modal_data")
+        return ParsedPrompt(shown, checked, salt)
+    expanded = images.expand(checked, images.read(sources))
+    return ParsedPrompt(shown, expanded.token_ids, salt, expanded.images)
+
+
+def no_images(param: str) -> InvalidParameterError:
+    """Return what an image is answered where the model reads none."""
+    return InvalidParameterError(
+        f"{param}: this model reads text alone; load one that reads images, such as LLaVA",
+        param=param,
     )
+
+
+def _sources(media: object) -> list[ImageSource]:
+    """Return the images of a prompt's `multi_modal_data`."""
+    if media is None:
+        return []
+    if not isinstance(media, Mapping):
+        raise InvalidParameterError(
+            f"multi_modal_data must be a dict such as {{'image': ...}}, not {type(media).__name__}",
+            param="multi_modal_data",
+        )
+    others = sorted(
+        str(each) for each, given in media.items() if each != "image" and _is_any(given)
+    )
+    if others:
+        raise NotAvailableError(
+            f"multi_modal_data with {', '.join(map(repr, others))} is not available in this "
+            "version; images are read under 'image'"
+        )
+    given = media.get("image")
+    listed = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    return [
+        each
+        if isinstance(each, ImageSource)
+        else ImageSource(each, f"multi_modal_data['image'][{number}]")
+        for number, each in enumerate(listed)
+    ]
+
+
+def _is_any(given: object) -> bool:
+    """Whether something is given: not nothing, and no empty list."""
+    return given is not None and not (isinstance(given, list | tuple) and not given)
 
 
 def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:

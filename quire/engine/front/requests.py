@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from quire.common.seeds import mix64
 from quire.core.adapters import Adapter
+from quire.core.images import content_ids
 from quire.core.kvcache.prefix import Namespace
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import ThinkingBudget
@@ -88,15 +89,18 @@ class RequestBuilder:
         if digest.spec.pool is None:
             self._check_generates()
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
+        self._check_places(prompt)
         spec = replace(
             digest.spec,
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
+            content_ids=content_ids(prompt.token_ids, prompt.images),
             sampling=digest.sampling._replace(
                 seed=self._seed(params),
                 thinking=self._thinking(digest, prompt),
                 processors=processors,
                 adapter=adapter,
+                images=prompt.images,
             ),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
             namespace=_namespace(prompt, adapter),
@@ -114,9 +118,27 @@ class RequestBuilder:
                 param="model",
             )
 
+    def _check_places(self, prompt: ParsedPrompt) -> None:
+        """Refuse places for images that no image has: nothing would stand there."""
+        vision = self._plan.spec.vision
+        if vision is None:
+            return
+        count = prompt.token_ids.count(vision.placeholder)
+        if count != sum(image.num_tokens for _, image in prompt.images):
+            raise InvalidParameterError(
+                f"the prompt has {count} places for images (token {vision.placeholder}) without "
+                "images; leave them out, or give the images: multi_modal_data, over HTTP a chat",
+                param="prompt",
+            )
+
     def _truncated(self, prompt: ParsedPrompt, keep: int | None) -> ParsedPrompt:
         if keep is None:
             return prompt
+        if prompt.images:
+            raise InvalidParameterError(
+                "truncate_prompt_tokens: a prompt with images cannot be cut; shorten its text",
+                param="truncate_prompt_tokens",
+            )
         keep = self._plan.limits.max_model_len - 1 if keep < 0 else keep
         return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
 
@@ -131,6 +153,7 @@ class RequestBuilder:
     ) -> RequestSpec:
         """Return a beam search. Raises a RequestError."""
         self._check_generates()
+        self._check_places(prompt)
         params.check_vocabulary(self._plan.spec.vocab_size)
         max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -144,7 +167,8 @@ class RequestBuilder:
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            sampling=params.to_row_sampling()._replace(adapter=adapter),
+            content_ids=content_ids(prompt.token_ids, prompt.images),
+            sampling=params.to_row_sampling()._replace(adapter=adapter, images=prompt.images),
             beam=settings,
             max_tokens=max_tokens,
             namespace=_namespace(prompt, adapter),

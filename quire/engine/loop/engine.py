@@ -23,6 +23,7 @@ from quire.core.scheduler.scheduler import Progress
 from quire.engine.front.adapters import RequestedAdapters
 from quire.engine.front.beam_output import BeamState, beam_output
 from quire.engine.front.digest import Digest
+from quire.engine.front.images import image_reader
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.output_processor import OutputProcessor
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
@@ -78,6 +79,8 @@ class Engine(StepLoop):
         self.generation_config = dict(generation_config or {})
         self.model = ModelView.of(plan, model_config or {})
         self.adapters = RequestedAdapters(plan.spec, plan.adapters)
+        self.images = image_reader(plan)
+        """What reads the images of prompts; None where the model reads none."""
         self._outputs = OutputProcessor(tokenizer, self)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
@@ -124,7 +127,7 @@ class Engine(StepLoop):
         RequestError, and changes nothing, if it cannot be served."""
         if self._is_closed:
             raise EngineError("the engine is closed")
-        parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size)
+        parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size, self.images)
         if isinstance(params, BeamSearchParams):
             spec = self.request_builder.beam(
                 request_id, parsed, params, adapter=adapter, priority=priority
@@ -236,6 +239,8 @@ class Engine(StepLoop):
                 self.abort(request_id)
             super().close()
             self.adapters.close()
+            if self.images is not None:
+                self.images.close()
 
     # -- building requests
     # -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from quire.config.limits import MAX_SCORED_ROWS
 from quire.models.declaration import (
     DTYPE_BYTES,
     AttentionSpec,
+    BlockSpec,
     DecoderSpec,
     ExpertsSpec,
     Mixer,
@@ -44,8 +45,13 @@ def gate_bytes(spec: DecoderSpec) -> int:
 
 def layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
     """Return the temporary tensors of one layer: stream, norm, widest projection."""
-    widest = max(_mixer_width(mixer) for block in spec.blocks for mixer in block.mixers)
-    return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
+    return block_bytes(spec.blocks, spec.hidden_size, num_tokens)
+
+
+def block_bytes(blocks: tuple[BlockSpec, ...], hidden: int, num_tokens: int) -> int:
+    """Return what one of some blocks takes, at most, between streams of a width."""
+    widest = max((_mixer_width(each) for block in blocks for each in block.mixers), default=0)
+    return num_tokens * (3 * hidden + widest) * DTYPE_BYTES["float32"]
 
 
 def _mixer_width(mixer: Mixer) -> int:

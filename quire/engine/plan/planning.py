@@ -22,6 +22,7 @@ from quire.core.step_cost import UnitCosts
 from quire.engine.plan import attention, memory
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
+from quire.engine.plan.images import ImagePlan, plan_images
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import speculation_decisions
 from quire.engine.plan.step_costs import estimate
@@ -30,6 +31,7 @@ from quire.models.declaration import (
     DTYPE_BYTES,
     DecoderSpec,
 )
+from quire.models.image_processing import ImageProcessing
 from quire.models.kv_layout import KVLayout, lay_out
 from quire.models.pooling import PoolingSpec
 from quire.quant.formats import WeightFormats
@@ -127,6 +129,8 @@ class EnginePlan:
     workspace_bytes: int
     adapters: AdapterPlan | None
     """Room for adapters; None where none are served."""
+    images: ImagePlan | None
+    """How images are read; None where the model reads none."""
     decisions: tuple[Decision, ...]
 
     @property
@@ -135,9 +139,15 @@ class EnginePlan:
         return 0 if self.adapters is None else self.adapters.num_bytes
 
     @property
+    def image_bytes(self) -> int:
+        """Memory of encoded images, at most."""
+        return 0 if self.images is None else self.images.num_bytes
+
+    @property
     def total_bytes(self) -> int:
-        """Memory at most: weights, KV cache, workspace, adapters."""
-        return self.weight_bytes + self.kv_bytes + self.workspace_bytes + self.adapter_bytes
+        """Memory at most: weights, KV cache, workspace, adapters, encoded images."""
+        fixed_bytes = self.weight_bytes + self.kv_bytes + self.workspace_bytes
+        return fixed_bytes + self.adapter_bytes + self.image_bytes
 
 
 def resolve(
@@ -148,14 +158,15 @@ def resolve(
     pooling: PoolingSpec | None = None,
     *,
     generates: bool = True,
+    processing: ImageProcessing | None = None,
 ) -> EnginePlan:
     """Decide. `formats` says which weights are integers, by default none; `pooling` what vectors
-    are made of, and `generates` whether the model makes text.
+    are made of, `generates` whether the model makes text, `processing` what is done to images.
 
     Raises ConfigError, or CapacityError with the numbers, for what cannot work.
     """
     resolver = _Resolver(config, spec, machine, formats or WeightFormats())
-    resolver.pooling, resolver.generates = pooling, generates
+    resolver.pooling, resolver.generates, resolver.processing = pooling, generates, processing
     return resolver.plan()
 
 
@@ -171,6 +182,7 @@ class _Resolver:
         self.decisions: list[Decision] = []
         self.pooling: PoolingSpec | None = None
         self.generates = True
+        self.processing: ImageProcessing | None = None
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
@@ -195,12 +207,15 @@ class _Resolver:
                 "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
             )
         weight_bytes = self.formats.weight_bytes(spec, dtype)
-        workspace_bytes = memory.workspace_bytes(spec, num_batched, max_num_seqs)
+        temporary_bytes = memory.workspace_bytes(spec, num_batched, max_num_seqs)
         if self.gpu is not None:
-            workspace_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
+            temporary_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
         adapters = self._adapters(dtype)
         if adapters is not None:
-            workspace_bytes += memory.gate_bytes(spec)
+            temporary_bytes += memory.gate_bytes(spec)
+        images = self._images(dtype, adapters is not None)
+        if images is not None:
+            temporary_bytes += images.workspace_bytes
         kv_format = self._kv_format(dtype)
         is_overlapped = self._is_overlapped()
         layout = lay_out(spec.kv_layers, self._longest())
@@ -213,15 +228,17 @@ class _Resolver:
         )
         if graphs is not None:
             # with the scratch block
-            workspace_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
+            temporary_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         self._note_groups(layout, limits, block_bytes)
         longest, num_others = self._longest(), max_num_seqs - 1
         most_useful = limits.num_blocks_for(longest) + num_others * limits.num_blocks_kept(longest)
-        fixed_bytes = weight_bytes + workspace_bytes
+        fixed_bytes = weight_bytes + temporary_bytes
         if adapters is not None:
             fixed_bytes += adapters.num_bytes
+        if images is not None:
+            fixed_bytes += images.num_bytes
         kv_bytes = self._kv_bytes(fixed_bytes, block_bytes * most_useful)
         num_blocks = self._num_blocks(kv_bytes, block_bytes, max_num_seqs)
         limits = replace(limits, num_blocks=max(1, num_blocks))
@@ -250,8 +267,9 @@ class _Resolver:
             kv_bytes_per_token=bytes_per_token,
             kv_bytes=num_blocks * block_bytes,
             is_kv_populated=self._is_kv_populated(),
-            workspace_bytes=workspace_bytes,
+            workspace_bytes=temporary_bytes,
             adapters=adapters,
+            images=images,
             decisions=tuple(self.decisions),
         )
 
@@ -334,6 +352,19 @@ class _Resolver:
             )
         self._note("adapters", format_bytes(adapters.num_bytes), adapters.reason)
         return adapters
+
+    def _images(self, dtype: str, has_adapters: bool) -> ImagePlan | None:
+        images = plan_images(self.config, self.spec, self.processing, dtype)
+        if images is None:
+            return None
+        if self.gpu is not None or has_adapters:
+            beside = "a GPU" if self.gpu is not None else "adapters"
+            raise ConfigError(
+                f"{self.spec.architecture} reads images, which is not available with {beside} yet; "
+                "take device='cpu' without enable_lora"
+            )
+        self._note("image_cache_memory", format_bytes(images.num_bytes), images.reason)
+        return images
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.decisions.append(Decision(name, str(value), reason))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quire.core.images import PlacedImage
 from quire.core.structure import StructuredOutputsParams
 from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.structure import Asked
@@ -53,3 +54,13 @@ class ChatPrompt(NamedTuple):
     token_ids: list[int]
     answer_format: AnswerFormat
     form: StructuredOutputsParams | None
+    images: tuple[PlacedImage, ...] = ()
+    """Whose places the token ids have."""
+
+
+class EncodedChat(NamedTuple):
+    """A conversation rendered and encoded."""
+
+    text: str
+    token_ids: list[int]
+    images: tuple[PlacedImage, ...] = ()

@@ -20,6 +20,7 @@ from typing import Protocol
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from quire.core.images import PlacedImage
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE
 from quire.core.request import RequestMetrics
@@ -74,6 +75,13 @@ class GenerationJob:
     """See `Piece`."""
     digest: Digest | None = None
     """What the parameters come to, where they were read already."""
+    images: tuple[PlacedImage, ...] = ()
+    """Whose places the prompt has."""
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Places of images in the prompt."""
+        return sum(image.num_tokens for _, image in self.images)
 
 
 @dataclass(slots=True)
@@ -86,6 +94,8 @@ class Usage:
     num_accepted_tokens: int = 0
     """Of ended jobs: output tokens that were drafted, as the next."""
     num_rejected_tokens: int = 0
+    num_image_tokens: int = 0
+    """Of the prompt tokens, places of images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +229,10 @@ class GenerationRun:
         self._call = call
         self._jobs = jobs
         self._ticket = ticket
-        self._usage = Usage(sum(len(job.prompt_token_ids) for job in jobs))
+        self._usage = Usage(
+            sum(len(job.prompt_token_ids) for job in jobs),
+            num_image_tokens=sum(job.num_image_tokens for job in jobs),
+        )
         """Kept, since a stream may tell it with each of a thousand sequences' tokens."""
         self._progress: list[_JobProgress] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -256,7 +269,9 @@ class GenerationRun:
         client, tenant = self._generator.client, self._call.tenant
         prepared = client.prepare(
             f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
-            ParsedPrompt(job.prompt, job.prompt_token_ids, tenant.cache_salt(job.cache_salt)),
+            ParsedPrompt(
+                job.prompt, job.prompt_token_ids, tenant.cache_salt(job.cache_salt), job.images
+            ),
             (job.digest or digest).of(job.params),
             adapter=None if self._call.adapter is None else self._call.adapter.adapter,
             priority=tenant.priority if job.priority is None else job.priority,

@@ -19,7 +19,10 @@ import msgspec
 
 from quire.engine.front.client import ModelInfo
 from quire.errors import ConfigError
-from quire.server.api.conversation import Conversation
+from quire.media.parts import take_images
+from quire.media.reader import ImageReader
+from quire.server.api.conversation import Conversation, EncodedChat
+from quire.server.api.images import read_images
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.http.off_loop import SMALL, off_loop
 from quire.text.chat import ChatTemplate, encode_chat, without_developer
@@ -47,8 +50,13 @@ class PromptEncoder:
     """The model's tokenizer and chat template."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, model: ModelInfo, template_source: str | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        model: ModelInfo,
+        template_source: str | None = None,
+        images: ImageReader | None = None,
     ) -> None:
+        self._images = images
         self._tokenizer = tokenizer
         self.max_model_len = model.max_model_len
         self._vocab_size = model.vocab_size
@@ -79,6 +87,8 @@ class PromptEncoder:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._images is not None:
+            self._images.close()
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
@@ -118,11 +128,12 @@ class PromptEncoder:
             encoded += await self.work(sum(map(len, group)), encode)
         return encoded
 
-    async def encode_chat(self, conversation: Conversation) -> tuple[str, list[int]]:
-        """Render a conversation and encode it; special tokens that users spelt out stay plain
-        text."""
+    async def encode_chat(self, conversation: Conversation) -> EncodedChat:
+        """Render a conversation and encode it, its images read; special tokens that users spelt out
+        stay plain text."""
         tokenizer, template = self.tokenizer, self._template
-        messages, tools = conversation.messages, conversation.shown_tools
+        messages, sources = take_images(conversation.messages)
+        tools = conversation.shown_tools
         if template is None:
             raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
         chosen = template
@@ -156,7 +167,11 @@ class PromptEncoder:
 
         is_large = len(messages) > _INLINE_MESSAGES
         num_chars = await off_loop(SMALL + 1 if is_large else conversation.num_body_bytes, count)
-        return await self.work(num_chars, render)
+        text, token_ids = await self.work(num_chars, render)
+        images = await read_images(self._images, sources)
+        if self._images is None:
+            return EncodedChat(text, token_ids)
+        return EncodedChat(text, *self._images.expand(token_ids, images, "messages"))
 
     @property
     def template(self) -> ChatTemplate | None:

@@ -80,7 +80,7 @@ class Tokens:
                 documents=body.documents or None,
                 num_body_bytes=size,
             )
-            _, token_ids = await prompts.encode_chat(conversation)
+            token_ids = (await prompts.encode_chat(conversation)).token_ids
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": prompts.max_model_len,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.engine.front.outputs import CompletionOutput
+from quire.media.parts import image_part, is_image
 from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.anthropic.shapes import ContentBlock
 from quire.server.api.openai.messages import (
@@ -70,11 +71,14 @@ def messages_of(
 def _user_messages(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
     """Results of tools first, then what the user says."""
     results: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[Block] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
+        if is_image(block):
+            parts.append(image_part(block, place))
+            continue
         if block.get("type") != "tool_result":
-            texts.append(part_text(block, place))
+            parts.append({"type": "text", "text": part_text(block, place)})
             continue
         content = block.get("content")
         if not isinstance(content, str | list | None):
@@ -89,7 +93,11 @@ def _user_messages(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
                 "content": text,
             }
         )
-    return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
+    if not parts:
+        return results
+    has_images = any(map(is_image, parts))
+    content_of_user = parts if has_images else "\n".join(part["text"] for part in parts)
+    return [*results, {"role": "user", "content": content_of_user}]
 
 
 def _assistant_message(blocks: Sequence[Block], where: str, unread: list[str]) -> dict[str, Any]:

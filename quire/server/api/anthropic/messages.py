@@ -32,6 +32,7 @@ from quire.server.api.anthropic.tools import read_tools
 from quire.server.api.conversation import (
     ChatPrompt,
     Conversation,
+    EncodedChat,
 )
 from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
@@ -192,7 +193,7 @@ class Messages:
         model = self._api.choose_generator(call, body.model)
         call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
         encoded = await self._encode(call, body)
-        _, token_ids, answer_format, form = encoded.prompt
+        _, token_ids, answer_format, form, images = encoded.prompt
         given = answer_format.constraints(
             form,
             "output_format" if body.output_format is not None else "output_config.format",
@@ -200,7 +201,7 @@ class Messages:
         params = self._params(
             body, len(token_ids), given | await self._budget(call, body, answer_format)
         )
-        job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
+        job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority, images=images)
         prepared = _PreparedMessages(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
@@ -239,7 +240,7 @@ class Messages:
             num_body_bytes=size,
         )
 
-        async def encode(turns: Sequence[Turn]) -> tuple[Conversation, tuple[str, list[int]]]:
+        async def encode(turns: Sequence[Turn]) -> tuple[Conversation, EncodedChat]:
             unread: list[str] = []
             messages = await off_loop(size, lambda: messages_of(turns, system, unread))
             conversation = replace(whole, messages=messages)
@@ -251,8 +252,8 @@ class Messages:
         first = await encode(body.messages)
 
         async def count(turns: Sequence[Turn]) -> int:
-            _, (_, token_ids) = first if turns is body.messages else await encode(turns)
-            return len(token_ids)
+            _, encoded = first if turns is body.messages else await encode(turns)
+            return len(encoded.token_ids)
 
         edited = await apply_edits(body.messages, edits, count)
         last = first if edited.turns is body.messages else await encode(edited.turns)

@@ -39,6 +39,7 @@ class ContentBlock(TextBlock):
     thinking: Any = None
     signature: Any = None
     data: Any = None
+    source: Any = None
 
 
 class Thinking(msgspec.Struct):

@@ -142,6 +142,8 @@ class ChatCompletions:
         call.ignore(ignored_hints(body), NO_EFFECT)
         size = call.num_body_bytes
         prompt = await api.prompt(await self._conversation(call, body))
+        if prompt.images and body.truncate_prompt_tokens is not None:
+            raise unavailable_feature("truncate_prompt_tokens", "a chat with images cannot be cut")
         token_ids = api.prompts.truncate(
             prompt.token_ids, body.truncate_prompt_tokens, body.truncation_side
         )
@@ -165,7 +167,13 @@ class ChatCompletions:
         )
         echoed = prompt.text if body.echo else None
         job = GenerationJob(
-            token_ids, params, echoed, body.cache_salt, body.priority, num_repeated=num_repeated
+            token_ids,
+            params,
+            echoed,
+            body.cache_salt,
+            body.priority,
+            num_repeated=num_repeated,
+            images=prompt.images,
         )
         names = TokenNames(
             api.client.tokenizer,
@@ -255,7 +263,11 @@ def usage_body(usage: Usage, num_reasoning_tokens: int = 0) -> dict[str, Any]:
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, "audio_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "audio_tokens": 0,
+            "image_tokens": usage.num_image_tokens,
+        },
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning_tokens,
             "audio_tokens": 0,

@@ -1,8 +1,8 @@
 """A chat's messages: checked, and brought into the form that chat templates read.
 
 Lists of text parts stay lists, for templates that read them; others get them joined with line
-breaks (`template_needs`). What is not text is refused by name: this server takes text alone, and
-fetches nothing.
+breaks (`template_needs`). Images are read later, if the model reads any (`server.api.images`); what
+is neither is refused by name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from quire.media.parts import image_part, is_image
 from quire.server.http.body import convert_part, shape
 from quire.server.http.errors import bad_request, unavailable_feature
 
@@ -25,13 +26,16 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """A part of a content, which is text."""
+    """A part of a content: a text or an image."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
     annotations: Any = None
     logprobs: Any = None
+    image_url: Any = None
+    detail: Any = None
+    source: Any = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -101,8 +105,8 @@ def check_continuation(
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:
     content: Any = message.content
-    if isinstance(content, list) and text_of(content, f"{where}.content") is not None:
-        content = [_text_part(part) for part in content]
+    if isinstance(content, list):
+        content = parts_of(content, f"{where}.content")
     if message.role == "tool" and not message.tool_call_id:
         raise bad_request(
             f"{where}: a tool's message needs tool_call_id", param=f"{where}.tool_call_id"
@@ -131,9 +135,17 @@ def _for_template(message: Message, where: str) -> dict[str, Any]:
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
 
 
-def _text_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part as templates know it, whatever it is called elsewhere."""
-    return {"type": "text", "text": part[_TEXT_PARTS[part["type"]]]}
+def parts_of(content: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Return parts as templates know them, whatever they are called elsewhere; images with their
+    sources. Raises ApiError 400, or InvalidParameterError for an image without one."""
+    if not content:
+        raise bad_request(f"{where}: the list of parts is empty", param=where)
+    return [
+        image_part(part, place)
+        if is_image(part)
+        else {"type": "text", "text": part_text(part, place)}
+        for part, place in ((part, f"{where}[{n}]") for n, part in enumerate(content))
+    ]
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str | None:
@@ -155,9 +167,7 @@ def part_text(part: object, where: str) -> str:
     if field is None:
         if not isinstance(kind, str):
             raise bad_request(f"{where}: a part needs a type", param=f"{where}.type")
-        raise unavailable_feature(
-            where, f"parts of type {kind[:40]!r} are not possible: this model takes text alone"
-        )
+        raise unavailable_feature(where, f"parts of type {kind[:40]!r} are not possible here")
     text = part.get(field)
     if not isinstance(text, str):
         raise bad_request(f"{where}: its {field} must be a string", param=f"{where}.{field}")

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.front.outputs import CompletionOutput
+from quire.media.parts import is_image
 from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.openai.logprobs import ScoredToken
 from quire.server.api.openai.messages import (
     MAX_CALLS_OF_MESSAGE,
     Message,
     arguments_of,
+    part_text,
     string_field,
     text_of,
 )
@@ -117,8 +119,11 @@ def _input_item(item: Item, where: str) -> Item:
 def _input_message(item: Item, where: str) -> Item:
     message = convert({"role": item.get("role"), "content": item.get("content")}, Message)
     kind = "output_text" if message.role == "assistant" else "input_text"
-    text = text_of(message.content, f"{where}.content")
-    parts = [] if text is None else [{"type": kind, "text": text}]
+    if isinstance(message.content, list) and any(map(is_image, message.content)):
+        parts = [_input_part(part, f"{where}.content") for part in message.content]
+    else:
+        text = text_of(message.content, f"{where}.content")
+        parts = [] if text is None else [{"type": kind, "text": text}]
     return {
         "id": new_id("msg"),
         "type": "message",
@@ -126,6 +131,19 @@ def _input_message(item: Item, where: str) -> Item:
         "content": parts,
         "status": "completed",
     }
+
+
+def _input_part(part: Item, where: str) -> Item:
+    """Return a part as it is listed later."""
+    if not is_image(part):
+        return {"type": "input_text", "text": part_text(part, where)}
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise bad_request(
+            f"{where}: an image needs image_url, a text such as 'data:image/png;base64,...'",
+            param=where,
+        )
+    return {"type": "input_image", "image_url": url, "detail": part.get("detail") or "auto"}
 
 
 def _reasoning_parts(content: Any, where: str) -> list[Item]:

@@ -272,7 +272,9 @@ class Responses:
         params = await off_loop(
             call.num_body_bytes, lambda: self._params(body, num_prompt, answer_format, given)
         )
-        job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
+        job = GenerationJob(
+            token_ids, params, None, body.cache_salt, body.priority, images=prompt.images
+        )
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = (
             partial(self._sealer.seal, call.tenant.name)
@@ -318,6 +320,8 @@ class Responses:
             return prompt.token_ids
         prompts = self._api.prompts
         most = prompts.max_model_len - (body.max_output_tokens or 1)
+        if prompt.images and len(prompt.token_ids) > most:
+            raise unavailable_feature("truncation", "an input with images cannot be cut")
         return prompts.truncate(prompt.token_ids, most)
 
     async def _read_input(

@@ -1,0 +1,23 @@
+"""What reads the images of an engine's requests."""
+
+from __future__ import annotations
+
+from quire.engine.plan.planning import EnginePlan
+from quire.media.reader import ImageReader, ReaderLimits
+from quire.media.sources import MediaAccess
+
+
+def image_reader(plan: EnginePlan) -> ImageReader | None:
+    """Make it; None for a model that reads no images."""
+    images, vision, config = plan.images, plan.spec.vision, plan.config
+    if images is None or vision is None:
+        return None
+    limits = ReaderLimits(
+        images.processing,
+        vision.num_tokens,
+        vision.placeholder,
+        images.max_per_prompt,
+        images.max_tokens,
+    )
+    access = MediaAccess.of_options(config.allowed_media_domains, config.allowed_local_media_path)
+    return ImageReader(limits, access)

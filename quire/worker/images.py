@@ -1,0 +1,149 @@
+"""The encoded images of one executor: computed between steps, and read where a prompt has them.
+
+Owns the memory that their rows take. What is encoded and forgotten is the control plane's decision
+(`quire.core.scheduler.images`). An image is encoded by the thread that computes the steps, whose
+cores it would take from them anyway: a stage after a step with work, all of it after one without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.common.failures import log_failure
+from quire.core.images import (
+    FORGET_ALL_IMAGES,
+    IMAGES,
+    Image,
+    ImageOrder,
+    ImageVerdict,
+    PlacedImage,
+)
+from quire.core.plan import Record, StepPlan
+from quire.errors import RequestError
+from quire.kernels.placed import PlacedRows
+from quire.nn.vision import VisionModel
+
+logger = logging.getLogger(__name__)
+
+Encoding = tuple[bytes, Iterator[Tensor | None]]
+"""A digest, and what is left to be computed for it."""
+
+
+class ImageTable:
+    """Implements `Companion` and `RowSource`."""
+
+    name = IMAGES
+
+    def __init__(self, model: VisionModel, max_tokens: int) -> None:
+        """Keep at most `max_tokens` rows, as the control plane does."""
+        self._model, self._max_tokens = model, max_tokens
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._of_row: dict[int, tuple[PlacedImage, ...]] = {}
+        self._asked: deque[Image] = deque()
+        self._encoding: Encoding | None = None
+        self._verdicts: list[ImageVerdict] = []
+        self._has_work = False
+        self.num_encoded = 0
+        """Images, since the start."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the rows take."""
+        return sum(rows.nbytes for rows in self._rows.values())
+
+    def begin(self, plan: StepPlan) -> None:
+        for row in plan.removed_rows:
+            self._of_row.pop(row, None)
+        for order in map(ImageOrder._make, plan.orders.get(IMAGES, ())):
+            if order == FORGET_ALL_IMAGES:
+                self._rows.clear()
+                self._verdicts.clear()
+                self.close()
+            elif order.image is None:
+                self._rows.pop(order.digest, None)
+            elif order.digest in self._rows:  # a control plane that started over does not know
+                self._rows.move_to_end(order.digest)
+                self._verdicts.append(ImageVerdict(order.digest))
+            elif order.digest not in self._under_way():
+                self._asked.append(order.image)
+        for new in plan.new_rows:
+            if new.sampling.images:
+                self._of_row[new.row] = new.sampling.images
+        self._has_work = bool(plan.work)
+
+    def take_news(self, wait_s: float) -> tuple[Record, ...]:
+        self._advance()
+        while self._encoding is not None and not self._has_work:
+            self._advance()
+        found, self._verdicts = tuple(self._verdicts), []
+        return found
+
+    def close(self) -> None:
+        self._encoding = None
+        self._asked.clear()
+
+    def of_step(
+        self, rows: Sequence[int], query_start: Tensor, context_len: Tensor
+    ) -> PlacedRows | None:
+        """See `RowSource`. Raises RequestError where an image is read that is not there."""
+        if self._of_row.keys().isdisjoint(rows):
+            return None
+        tokens, found = list[Tensor](), list[Tensor]()
+        starts, ends = query_start.tolist(), context_len.tolist()
+        for place, row in enumerate(rows):
+            shift = starts[place + 1] - ends[place]  # from a position to a place in the batch
+            first = starts[place] - shift
+            for start, image in self._of_row.get(row, ()):
+                begin, end = max(start, first), min(start + image.num_tokens, ends[place])
+                if begin >= end:
+                    continue
+                if image.digest not in self._rows:
+                    raise RequestError("an image is read that was not encoded")
+                tokens.append(torch.arange(begin + shift, end + shift))
+                found.append(self._rows[image.digest][begin - start : end - start])
+        return PlacedRows(torch.cat(tokens), torch.cat(found)) if tokens else None
+
+    def _under_way(self) -> set[bytes]:
+        current = set() if self._encoding is None else {self._encoding[0]}
+        return current | {image.digest for image in self._asked}
+
+    def _advance(self) -> None:
+        """Compute a stage of the image that is being encoded, or of the next one."""
+        if self._encoding is None:
+            if not self._asked:
+                return
+            image = self._asked.popleft()
+            pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+            self._encoding = image.digest, self._model.encode(pixels)
+        digest, stages = self._encoding
+        try:
+            rows = next(stages)
+        except Exception as error:  # a bug ends those that wait for this image alone
+            log_failure(logger, "an image could not be encoded", error)
+            self._end(ImageVerdict(digest, f"an image failed: {type(error).__name__}"))
+            return
+        if rows is not None:
+            self._keep(digest, rows)
+
+    def _keep(self, digest: bytes, rows: Tensor) -> None:
+        if not bool(torch.isfinite(rows).all()):
+            self._end(ImageVerdict(digest, "the tower computed numbers that are not finite"))
+            return
+        in_use = {image.digest for images in self._of_row.values() for _, image in images}
+        num_tokens = sum(map(len, self._rows.values())) + len(rows)
+        for each in list(self._rows):  # what a control plane that started over has lost count of
+            if num_tokens > self._max_tokens and each not in in_use:
+                num_tokens -= len(self._rows.pop(each))
+        self._rows[digest] = rows
+        self.num_encoded += 1
+        self._end(ImageVerdict(digest))
+
+    def _end(self, verdict: ImageVerdict) -> None:
+        self._verdicts.append(verdict)
+        self._encoding = None
