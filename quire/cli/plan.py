@@ -76,6 +76,7 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
             "kv_bytes": plan.kv_bytes,
             "workspace_bytes": plan.workspace_bytes,
             "adapter_bytes": plan.adapter_bytes,
+            "image_bytes": plan.image_bytes,
             "total_bytes": plan.total_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
             "weight_bytes_per_token": plan.formats.token_bytes(spec, plan.dtype),
@@ -111,6 +112,12 @@ def _adapters(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [("adapters", format_bytes(num_bytes), "at most")] if num_bytes else []
 
 
+def _images(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """A line where images are read."""
+    num_bytes = memory["image_bytes"]
+    return [("images", format_bytes(num_bytes), "rows of encoded ones")] if num_bytes else []
+
+
 def render(record: dict[str, Any]) -> str:
     """Return the plan for people."""
     memory, capacity, flops, machine = (
@@ -131,6 +138,7 @@ def render(record: dict[str, Any]) -> str:
                 ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
                 *_adapters(memory),
+                *_images(memory),
                 (
                     "total",
                     format_bytes(memory["total_bytes"]),

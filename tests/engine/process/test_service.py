@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from cycles import no_cycles_of
 
 from quire.config.limits import SchedulerLimits
+from quire.core.images import Image, PlacedImage, content_ids
 from quire.core.plan import RowSampling
 from quire.core.request import Request, Sequence
 from quire.core.request_spec import RequestSpec
 from quire.engine.loop.step_loop import StepLoop
-from quire.engine.process.messages import Abort, AddRequest, Finish
+from quire.engine.process.messages import Abort, AddRequest, Down, Finish
 from quire.engine.process.service import Service
+from quire.engine.process.shared_lists import without_lists
 from quire.executor.null import NullExecutor
 
 
@@ -68,3 +71,20 @@ def test_a_sequence_that_met_its_stop_string_ends_and_its_siblings_go_on(service
         (0, "length")
     ], "it was told"
     assert not service.has_work
+
+
+def test_images_cross_as_they_are() -> None:
+    """Pixels and digests are bytes on both sides of the wire."""
+    image = Image(bytes(range(32)), bytes(range(12)), 2, 2, 3)
+    placed = (PlacedImage(1, image),)
+    prompt = (5, 9, 9, 9, 6)
+    spec = RequestSpec(
+        request_id="seen",
+        prompt_token_ids=prompt,
+        content_ids=content_ids(prompt, placed),
+        sampling=RowSampling(images=placed),
+    )
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(AddRequest(1, spec)), type=Down)
+    assert isinstance(again, AddRequest) and again.spec == spec
+    assert isinstance(again.spec.sampling.images[0].image, Image)
+    assert without_lists(spec).sampling.images == placed
