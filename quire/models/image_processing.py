@@ -7,6 +7,7 @@ Owns no pixel: `quire.media.resizing` resizes and crops by these settings, `quir
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,17 @@ _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
 _FILTERS = range(6)
+_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "CLIP": {},
+    "Llava": {},
+    "Siglip": {
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+    },
+}
+"""By the kind of the processor, what differs from CLIP's."""
 _KNOWN = frozenset(
     {
         "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale",
@@ -54,8 +66,13 @@ class ImageProcessing:
 
 
 def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
-    """Read the settings of a processor of CLIP's kind. Raises UnsupportedModelError naming the key
-    that is not implemented."""
+    """Read the settings of a processor of CLIP's or SigLIP's kind. Raises UnsupportedModelError
+    naming the key, or the kind, that is not implemented."""
+    kind = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
+    family = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", str(kind))
+    if family not in _DEFAULTS:
+        raise _refusal("image_processor_type", kind, ", ".join(sorted(_DEFAULTS)))
+    config = {**_DEFAULTS[family], **{k: v for k, v in config.items() if v is not None}}
     unknown = sorted(key for key in set(config) - _KNOWN if config[key] not in (None, False))
     if unknown:
         raise _refusal(unknown[0], config[unknown[0]], "no such key")

@@ -1,5 +1,5 @@
-"""LLaVA 1.5 (Liu et al., arXiv:2310.03744): CLIP's tower, a projector of two layers, and a decoder
-of another family."""
+"""LLaVA 1.5 (Liu et al., arXiv:2310.03744): the tower of CLIP or SigLIP, a projector of two layers,
+and a decoder of another family."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quire.models.dimensions import ACTIVATIONS, read_dtype
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
 from quire.models.qwen2 import declare_qwen2
+from quire.models.siglip import declare_siglip
 
 _DECODERS: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "llama": declare_llama,
@@ -37,7 +38,7 @@ _MISTRAL: Mapping[str, object] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
 }
-_DEFAULTS: dict[object, Mapping[str, object]] = {
+_DEFAULTS: dict[str | None, Mapping[str, object]] = {
     None: _LLAMA,
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -51,6 +52,8 @@ _CLIP: Mapping[str, object] = {
     "image_size": 336,
     "patch_size": 14,
 }
+_CLIP_FAMILY = "clip_vision_model"
+_TOWERS = {_CLIP_FAMILY: declare_clip, "siglip_vision_model": declare_siglip}
 RENAMED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -67,17 +70,21 @@ def declare_llava(config: ConfigReader) -> DecoderSpec:
     """LLaVA 1.5: each image of a fixed size, cut into patches; its rows replace the embeddings of
     as many placeholders."""
     decoder = _decoder(config)
-    tower = config.section("vision_config", _CLIP)
+    family = _family(config, "vision_config") or _CLIP_FAMILY
+    tower = config.section("vision_config", _CLIP if family == _CLIP_FAMILY else {})
     if tower is None:
         raise config.refuse("vision_config", "an object")
-    tower.require("model_type", "clip_vision_model")
+    declare_tower = tower.choice("model_type", _TOWERS, _CLIP_FAMILY)
+    has_class_token = declare_tower is declare_clip
     layer = config.raw("vision_feature_layer") if config.has("vision_feature_layer") else -2
     if type(layer) is not int:
         raise config.refuse("vision_feature_layer", "one layer's number")
     drops = config.choice(
         "vision_feature_select_strategy", {"default": True, "full": False}, "default"
     )
-    rows = declare_clip(tower, "vision_tower", layer)
+    if drops and not has_class_token:
+        raise config.refuse("vision_feature_select_strategy", "'full': there is no class token")
+    rows = declare_tower(tower, "vision_tower", layer)
     at, hidden, text = "multi_modal_projector", rows.hidden_size, decoder.hidden_size
     has_bias = config.flag("multimodal_projector_bias", True)
     projector = MlpSpec(
@@ -95,7 +102,7 @@ def declare_llava(config: ConfigReader) -> DecoderSpec:
         patch_size=tower.integer("patch_size"),
         image_size=tower.integer("image_size"),
         tower=rows,
-        num_leading=1,
+        num_leading=int(has_class_token),
         drops_leading=drops,
         projector=RowsSpec(width=hidden, exit=projector),
     )
@@ -107,17 +114,23 @@ def declare_llava(config: ConfigReader) -> DecoderSpec:
         optional_prefix="",
         unused=(
             "vision_tower.post_layernorm.",
+            "vision_tower.head.",
             "vision_tower.embeddings.position_ids",
             *(f"vision_tower.encoder.layers.{index}." for index in above),
         ),
     )
 
 
+def _family(config: ConfigReader, key: str) -> str | None:
+    """Return what a section says that it is of."""
+    raw = config.raw(key) if config.has(key) else None
+    family = raw.get("model_type") if isinstance(raw, Mapping) else None
+    return family if isinstance(family, str) else None
+
+
 def _decoder(config: ConfigReader) -> DecoderSpec:
     """Declare the language model, whose section says of which family it is."""
-    raw = config.raw("text_config") if config.has("text_config") else None
-    family = raw.get("model_type") if isinstance(raw, Mapping) else None
-    text = config.section("text_config", _DEFAULTS.get(family, {}))
+    text = config.section("text_config", _DEFAULTS.get(_family(config, "text_config"), {}))
     if text is None:
         raise config.refuse("text_config", "an object")
     declare = text.choice("model_type", _DECODERS, "llama")

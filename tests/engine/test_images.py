@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vision_models import LLAVA, NUM_TOKENS, PLACEHOLDER, PROCESSOR, VISION, picture, write_llava
+from vision_models import (
+    LLAVA,
+    NUM_TOKENS,
+    PLACEHOLDER,
+    PROCESSOR,
+    SIGLIP,
+    VISION,
+    picture,
+    siglip_config,
+    write_llava,
+)
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
@@ -122,6 +132,32 @@ def test_other_towers_are_those_of_transformers(overrides: dict[str, Any], tmp_p
     prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
     logits = _logits(theirs, prompt + answer, [image])
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+def test_siglips_tower_is_that_of_transformers(layer: int, tmp_path: Path) -> None:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    theirs = write_llava(
+        tmp_path,
+        processor=SIGLIP,
+        vision_config=siglip_config(),
+        vision_feature_layer=layer,
+        vision_feature_select_strategy="full",
+    )
+    images = [pillow.fromarray(picture(n, *size)) for n, size in enumerate([(40, 31), (30, 77)])]
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        [output] = _run(llm, _prompt(*images))
+    prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+    pixels = SiglipImageProcessorPil(**SIGLIP)(images, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        ids = torch.tensor([prompt + answer])
+        logits = theirs(input_ids=ids, pixel_values=pixels).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == answer
+    expected, scale = torch.log_softmax(logits, -1), float(logits.abs().max())
+    for place, entry in enumerate(output.outputs[0].logprobs):
+        for token_id, found in entry.items():
+            assert abs(found.logprob - float(expected[place, token_id])) < 1e-4 * scale
 
 
 def test_older_names_of_weights_are_known(folder: Path, theirs: Any, tmp_path: Path) -> None:
@@ -298,7 +334,13 @@ def _has_memory() -> bool:
     ("config", "options", "error", "says"),
     [
         ({"vision_feature_layer": [-2, -3]}, {}, Unsupported, "vision_feature_layer"),
-        ({"vision_config": VISION | {"model_type": "siglip"}}, {}, Unsupported, "clip_vision"),
+        ({"vision_config": VISION | {"model_type": "x"}}, {}, Unsupported, "siglip_vision_model"),
+        (
+            {"vision_config": VISION | {"model_type": "siglip_vision_model"}},
+            {},
+            Unsupported,
+            "no class token",
+        ),
         ({"image_token_index": 256}, {}, Unsupported, "image_token_index"),
         ({}, {"enable_lora": True}, ConfigError, "adapters"),
         ({}, {"image_cache_memory": 64}, ConfigError, "holds no image"),

@@ -24,6 +24,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"do_pad": True, "size": {"shortest_edge": 28}, "crop_size": SQUARE},
     {"do_resize": False, "crop_size": {"height": 28, "width": 33}, "resample": 2},
     {"size": {"shortest_edge": 33}, "crop_size": SQUARE, "resample": 2, "do_normalize": False},
+    {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 31}},
+    {"image_processor_type": "SiglipImageProcessorFast"},
     {"size": 28, "crop_size": 28, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
 ]
 SIZES = [(40, 30), (28, 28), (17, 91), (91, 17), (5, 300), (27, 28), (29, 64), (336, 500)]
@@ -33,6 +35,10 @@ def _theirs(settings: dict[str, Any]) -> Any:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
+    if "image_processor_type" in settings:
+        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+        return SiglipImageProcessorPil(**settings)
     return (LlavaImageProcessorPil if settings.get("do_pad") else CLIPImageProcessorPil)(**settings)
 
 
@@ -73,6 +79,7 @@ def test_an_image_that_would_grow_is_refused() -> None:
     ("settings", "says"),
     [
         ({"do_flip": True}, "do_flip"),
+        ({"image_processor_type": "Other"}, "image_processor_type"),
         ({"do_convert_rgb": False}, "do_convert_rgb"),
         ({"resample": 9}, "resample"),
         ({"size": {"longest_edge": 3}}, "size"),

@@ -89,7 +89,19 @@ def data_url(pixels: np.ndarray) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def write_llava(folder: Path, **overrides: Any) -> Any:
+SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 30}}
+"""Processor of the tower below: the last two rows and columns of pixels are no whole patch."""
+
+
+def siglip_config() -> Any:
+    """SigLIP's tower of that size."""
+    from transformers import SiglipVisionConfig
+
+    sizes = {key: VISION[key] for key in VISION if key not in ("model_type", "image_size")}
+    return SiglipVisionConfig(**sizes, image_size=30)
+
+
+def write_llava(folder: Path, *, processor: Any = PROCESSOR, **overrides: Any) -> Any:
     """Save a LLaVA of random weights, large enough that an image decides what is answered, with its
     processor's settings; returns transformers' model."""
     import torch
@@ -99,12 +111,8 @@ def write_llava(folder: Path, **overrides: Any) -> Any:
     torch.manual_seed(3)
     vision = {key: value for key, value in VISION.items() if key != "model_type"}
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision),
-        text_config=LlamaConfig(**text),
-        image_token_index=PLACEHOLDER,
-        **overrides,
-    )
+    sections = {"vision_config": CLIPVisionConfig(**vision), "text_config": LlamaConfig(**text)}
+    config = LlavaConfig(**{**sections, "image_token_index": PLACEHOLDER, **overrides})
     model: Any = Llava(config)
     model.eval()
     with torch.no_grad():
@@ -112,5 +120,5 @@ def write_llava(folder: Path, **overrides: Any) -> Any:
             if "norm" not in name:
                 weight.normal_(0.0, 0.3 if "embed" in name else 0.15)
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model
