@@ -10,7 +10,7 @@ from typing import Any
 from quire.errors import ConfigError
 
 TOOL_PARSERS = ("hermes", "mistral", "llama3_json")
-REASONING_PARSERS = ("think", "mistral")
+REASONING_PARSERS = ("think", "mistral", "harmony")
 METRICS_PREFIXES = ("quire", "vllm")
 
 

@@ -99,7 +99,8 @@ class Api:
             self._token(form.begin),
             self._token(form.end),
         )
-        return ReasoningTags(form, begin, end, is_first_special and is_last_special)
+        is_special = (is_first_special and is_last_special) or form.has_special_parts
+        return ReasoningTags(form, begin, end, is_special)
 
     def answer_format(
         self,
@@ -154,6 +155,11 @@ class Api:
         if budget is None or budget < 0:
             return {}
         tokenizer = self.client.tokenizer
+        if self.tags is not None and not self.tags.form.is_countable:
+            raise unavailable_feature(
+                param,
+                f"the marks of {self.tags.form.name} are several tokens, which are not counted",
+            )
         if self.tags is None or tokenizer is None:
             why = (
                 "what this model thinks is not told apart from its answers, so it cannot be counted"

@@ -27,16 +27,37 @@ class ReasoningFormat:
     name: str
     begin: str
     end: str
+    plain: str = ""
+    """What an answer without reasoning begins with, where it has a mark too."""
+    shown: str = ""
+    """What a template that knows the tags contains; nothing: the second one."""
+    has_special_parts: bool = False
+    """Tags are several tokens, some of which are special (`<|...|>`)."""
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether a token, or a text, is a mark, so that tokens between the two can be counted."""
+        return not self.has_special_parts
 
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
-REASONING_FORMATS = {each.name: each for each in (THINK, MISTRAL_THINK)}
+HARMONY = ReasoningFormat(
+    "harmony",
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    plain="<|channel|>final<|message|>",
+    shown="<|channel|>analysis<|message|>",
+    has_special_parts=True,
+)
+"""gpt-oss: what it thinks is a message of its own, on another channel than the answer."""
+REASONING_FORMATS = {each.name: each for each in (THINK, MISTRAL_THINK, HARMONY)}
 
 
 def reasoning_of_template(source: str) -> ReasoningFormat | None:
     """Return the tags that a chat template knows; None where it knows none."""
-    return next((form for form in REASONING_FORMATS.values() if form.end in source), None)
+    known = REASONING_FORMATS.values()
+    return next((form for form in known if (form.shown or form.end) in source), None)
 
 
 def is_thinking(form: ReasoningFormat, prompt: str, continued: str | None = None) -> bool:
@@ -99,7 +120,11 @@ class ReasoningParser:
             if rest.startswith(begin):
                 self._state, self._is_fresh, self.has_begun = _INSIDE, True, True
                 return rest[len(begin) :]
-            if begin.startswith(rest):
+            plain = self._form.plain
+            if plain and rest.startswith(plain):
+                self._state, self._is_fresh = _OUTSIDE, True
+                return rest[len(plain) :]
+            if begin.startswith(rest) or plain.startswith(rest):
                 return text
         self._state = _OUTSIDE
         return text

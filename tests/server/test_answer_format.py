@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -11,7 +12,7 @@ from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
 from quire.server.api.answer_format import AnswerFormat, ReasoningTags
 from quire.server.api.tools import Demand, Function, Mode, ToolUse, settle_tools
 from quire.server.http.errors import ApiError
-from quire.text.reasoning import MISTRAL_THINK, THINK
+from quire.text.reasoning import HARMONY, MISTRAL_THINK, THINK
 from quire.text.tools import HERMES
 
 
@@ -115,6 +116,38 @@ def test_thoughts_may_come_before_a_form_and_must_end_where_the_prompt_began_the
     assert accepts(answer_format, answer) != is_inside
     assert not accepts(answer_format, [*opening, *thought, *end])
     assert not accepts(answer_format, [*opening, *thought, *end, *b"text"])
+
+
+def test_channels_come_before_a_form() -> None:
+    """Of a model that writes each mark with several tokens, some of them special."""
+    marks = ReasoningTags(HARMONY, is_special=True)
+    names = ("channel", "message", "end", "start")
+    ids = {f"<|{name}|>": 256 + place for place, name in enumerate(names)}
+    tokens = Vocabulary(
+        [*(bytes([byte]) for byte in range(256)), *(name.encode() for name in ids), b"<end>"],
+        frozenset(range(256, 261)),
+        (260,),
+    )
+    given = AnswerFormat(marks).constraints(JSON, "x")
+    assert given["skip_special_tokens"] is False
+    grammar = compile_grammar(given["structured_outputs"].wire, NativeVocabulary(tokens))
+
+    def encoded(text: str) -> list[int]:
+        parts = re.split(r"(<\|[a-z]+\|>)", text)
+        return [each for part in parts for each in ([ids[part]] if part in ids else part.encode())]
+
+    thought, final = "<|channel|>analysis<|message|>Hm {", "<|channel|>final<|message|>"
+    turn = "<|end|><|start|>assistant"
+    for text, is_good in (
+        (f'{final}{{"a": 1}}', True),
+        (f'{thought}{turn}{final}{{"a": 1}}', True),
+        ('{"a": 1}', False),
+        (f"{thought}{turn}{final}text", False),
+        (f'{thought}{final}{{"a": 1}}', False),
+    ):
+        matcher, data = grammar.deep_copy(), encoded(text)
+        is_met = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+        assert is_met == is_good, text
 
 
 def test_thoughts_may_come_before_calls_that_are_demanded() -> None:

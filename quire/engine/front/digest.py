@@ -152,7 +152,8 @@ class Digester:
         tokenizer, marks = self._tokenizer, params.thinking_marks
         if marks is None and tokenizer is not None:
             form = reasoning_of_template(tokenizer.chat_template or "")
-            marks = None if form is None else ThinkTags(form.begin, form.end)
+            is_known = form is not None and form.is_countable
+            marks = ThinkTags(form.begin, form.end) if form is not None and is_known else None
         if tokenizer is None or marks is None:
             raise InvalidParameterError(
                 f"thinking_token_budget={params.thinking_token_budget}: what this model "

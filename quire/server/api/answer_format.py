@@ -7,6 +7,7 @@ before an output schema. Where a request offers no tools, nothing is a call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,17 +106,29 @@ def _after_reasoning(text: str, tags: ReasoningTags, is_inside: bool) -> Grammar
     it, which a prompt that has begun them demands.
     """
     rules, _, start = text.rpartition("start: ")
-    end = lark_literal(tags.form.end)
+    end = _mark(tags, tags.form.end, tags.end_token_id)
     lines = [f"thoughts[suffix={end}]: /(?s:.*)/"]
     if tags.is_special:
-        lines = [f"thoughts: THOUGHT? <[{tags.end_token_id}]>", "THOUGHT: /(?s:.+)/"]
-    begin = f"<[{tags.begin_token_id}]>" if tags.is_special else lark_literal(tags.form.begin)
+        lines = [f"thoughts: THOUGHT? {end}", "THOUGHT: /(?s:.+)/"]
+    begin = _mark(tags, tags.form.begin, tags.begin_token_id)
     behind = f"thoughts BREAKS? {start}"
+    plain = f"{_mark(tags, tags.form.plain, None)} {start}" if tags.form.plain else start
     lines += [
         "BREAKS: /\\n{1,4}/",
-        f"start: {behind}" if is_inside else f"start: {start} | {begin} {behind}",
+        f"start: {behind}" if is_inside else f"start: {plain} | {begin} {behind}",
     ]
     return Grammar("lark", rules + "\n".join(lines))
+
+
+def _mark(tags: ReasoningTags, text: str, token_id: int | None) -> str:
+    """Return a mark as a grammar writes it: one special token, several of them with texts between,
+    or a text."""
+    if not tags.is_special:
+        return lark_literal(text)
+    if not tags.form.has_special_parts:
+        return f"<[{token_id}]>"
+    parts = re.split(r"(<\|[a-z]+\|>)", text)
+    return " ".join(each if each[0] == "<" else lark_literal(each) for each in parts if each)
 
 
 class AnswerReader:
