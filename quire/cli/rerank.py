@@ -9,6 +9,7 @@ from contextlib import closing
 from quire.cli.embed import engine_options
 from quire.cli.options import add_engine_options
 from quire.cli.output_file import open_output
+from quire.cli.parser import UsageError
 from quire.cli.text_lines import add_file_arguments, read_lines
 
 EXAMPLES = """\
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command: one JSON object for each document, the best first."""
     from quire.llm import LLM
 
+    if args.top_n is not None and args.top_n < 1:
+        raise UsageError(f"--top-n={args.top_n} must be at least 1; leave it out for all documents")
     documents = list(read_lines(args.files))
     with closing(LLM(args.model, **engine_options(args))) as llm, open_output(args.output) as file:
         outputs = llm.score(

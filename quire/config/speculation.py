@@ -32,6 +32,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_heterogeneous_vocab": (False,),
 }
 """Keys of vLLM's that have nothing to choose here, and the values that ask for what is done."""
+_OF_ONE_METHOD = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
+"""How the keys begin that one method alone reads."""
 MAX_NUM_TOKENS = 63
 _NUM_NGRAM_TOKENS, _NUM_SUFFIX_TOKENS = 8, 24
 _NGRAM_SIZE = 5
@@ -82,6 +84,7 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         _check_method(self.method)
+        self._check_effects()
         _check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_TOKENS)
         _check_integer("prompt_lookup_max", self.prompt_lookup_max, 1, _MAX_SIZE)
         _check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, _MAX_SIZE)
@@ -99,6 +102,18 @@ class SpeculationConfig:
             raise ConfigError(
                 f"{NAME}: prompt_lookup_min={least} is above prompt_lookup_max={most}"
             )
+
+    def _check_effects(self) -> None:
+        """Refuse what another method alone reads."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            for start, method in _OF_ONE_METHOD.items():
+                is_read = self.method == method or not item.name.startswith(start)
+                if not is_read and value != item.default:
+                    raise ConfigError(
+                        f"{NAME}: {item.name}={value!r} has no effect with method "
+                        f"{self.method!r}; leave it out, or choose {method!r}"
+                    )
 
     @property
     def ngram_sizes(self) -> tuple[int, int]:

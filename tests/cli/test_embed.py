@@ -59,6 +59,14 @@ def test_documents_come_the_best_first(
     assert len(records) == 2 and records[0]["score"] > records[1]["score"]
 
 
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_fewer_than_one_of_the_best_is_refused(
+    count: str, folder: Path, lines: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rerank", str(folder), lines, "-q", "a", "--top-n", count, *OPTIONS]) == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
 def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["embed", str(folder), "/nowhere.txt", *OPTIONS]) == 2
     assert "/nowhere.txt cannot be read" in capsys.readouterr().err

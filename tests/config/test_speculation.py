@@ -43,6 +43,12 @@ def test_vllms_keys_are_read() -> None:
         ({"method": "suffix", "depth": 3}, ConfigError, "unknown key 'depth'; known are method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, ConfigError, "must be an integer from"),
         ({"method": "ngram", "num_speculative_tokens": True}, ConfigError, "must be an integer"),
+        (
+            {"method": "suffix", "prompt_lookup_max": 3},
+            ConfigError,
+            "has no effect with method 'suffix'",
+        ),
+        ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, ConfigError, "choose 'suffix'"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, ConfigError, "above"),
         (
             {"method": "suffix", "suffix_decoding_min_token_prob": float("nan")},
