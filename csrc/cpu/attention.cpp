@@ -181,7 +181,7 @@ static void attend_in_splits(const KernelTable &table, const AttentionProblem &p
                              const std::vector<AttentionTask> &tasks, int64_t num_pieces, int team) {
     int64_t max_rows = 0;
     for (const AttentionTask &task : tasks) max_rows = max64(max_rows, task.num_rows());
-    const int64_t state = table.state_size(problem.cache.head_size) * max_rows;
+    const int64_t state = table.state_size(problem.out_size()) * max_rows;
     float *partials = scratch(PARTIAL_STATES, num_pieces * state), *partial = partials;
     std::vector<AttentionTask> pieces;
     for (const AttentionTask &task : tasks) {
@@ -235,7 +235,7 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
                    int64_t num_tokens, int64_t query_stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
                    int64_t num_blocks, int64_t block_size, uintptr_t query_start, uintptr_t context_len,
                    int64_t num_sequences, uintptr_t block_tables, int64_t table_stride, float scale, int64_t window,
-                   float soft_cap, uintptr_t sinks) {
+                   float soft_cap, uintptr_t sinks, int64_t value_size) {
     const Arguments args("paged_attention");
     const DType type = args.dtype(dtype);
     AttentionProblem problem{};
@@ -244,14 +244,15 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
     args.require(num_heads % num_kv_heads == 0, "heads must be a multiple of KV heads");
     args.between(0, MAX_TOKENS - 1, "the number of tokens", num_tokens);
     args.between(0, MAX_TOKENS - 1, "the number of sequences", num_sequences);
-    const int64_t width = num_heads * head_size;
-    const Memory from = args.rows("query", query, type, num_tokens, query_stride, width);
-    const Memory to = args.memory("out", out, type, {num_tokens, width});
+    args.between(1, head_size, "the size of a value", value_size);
+    const Memory from = args.rows("query", query, type, num_tokens, query_stride, num_heads * head_size);
+    const Memory to = args.memory("out", out, type, {num_tokens, num_heads, value_size});
     args.apart(to, from);
     problem.query = from.as<const void>();
     problem.out = to.as<void>();
     problem.dtype = type;
     problem.num_heads = num_heads;
+    problem.value_size = value_size;
     problem.query_stride = query_stride;
     problem.block_tables = args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride});
     problem.table_stride = table_stride;

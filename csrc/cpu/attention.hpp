@@ -25,7 +25,7 @@ KVCache rows_as_cache(void *keys, void *values, DType dtype, int64_t num_kv_head
 // are in the cache already. Bidirectional: each sequence's context is its rows.
 void paged_attention(const AttentionProblem &problem, const Sequences &sequences);
 
-// New keys and values [T, KV heads, D], tokens `*_stride` elements apart, and the slots (block * block size + offset)
+// New keys and values [T, KV heads, D] (keys alone, where the cache has no others), tokens `*_stride` elements apart, and the slots (block * block size + offset)
 // that they go to.
 struct KVRows {
     const void *key, *value;

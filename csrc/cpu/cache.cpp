@@ -67,6 +67,7 @@ static void fetch(const char *row, int64_t num_rows, int64_t row_bytes, int64_t 
 void fetch_tokens(const int64_t *slots, const KVCache &cache, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
         fetch(row_of(cache, cache.keys, slots[t]), cache.num_kv_heads, cache.row_bytes(), row_stride(cache));
+        if (!cache.has_values()) continue;
         fetch(row_of(cache, cache.values, slots[t]), cache.num_kv_heads, cache.row_bytes(), row_stride(cache));
     }
 }
@@ -77,6 +78,7 @@ void write_tokens(const KVRows &rows, const KVCache &cache, int64_t first, int64
         const void *key = offset(rows.key, t * rows.key_stride, rows.dtype);
         const void *value = offset(rows.value, t * rows.value_stride, rows.dtype);
         write_token(table, key, rows.dtype, cache, row_of(cache, cache.keys, rows.slots[t]));
+        if (!cache.has_values()) continue;
         write_token(table, value, rows.dtype, cache, row_of(cache, cache.values, rows.slots[t]));
     }
 }

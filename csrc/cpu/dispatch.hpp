@@ -83,10 +83,19 @@ inline int64_t expanded_bytes(const LinearWeight &weight) {
 
 // ---- mixtures of experts (isa/experts.cpp) ----
 
-// From logits to experts: the largest few, which weigh their share of the softmax over all, or over those chosen.
+// From logits to experts: the largest few, which weigh their share of the softmax over all, or over those chosen; or their
+// sigmoids, as they are or over their sum.
 struct ExpertRouting {
     int64_t num_experts, num_chosen;
     bool is_normalised;
+    bool is_sigmoid = false;
+    int64_t num_groups = 1, num_groups_chosen = 1;  // of experts, even ones; others than the best groups' are not chosen
+    bool sums_best_two = false;                     // of a group: what it counts as, or else its best one
+    float factor = 1.0f;                            // on weights
+    const float *bias = nullptr;                    // [E]: added to sigmoids for the choice alone; null: none
+
+    // Scratch that the choice for one token takes, in floats.
+    int64_t spare_floats() const { return 2 * num_experts + 4 * num_groups + 4; }
 };
 
 // What experts gave for some columns: float32 [places][width], and which of it belongs to a token, in the order of its choices.
@@ -101,7 +110,7 @@ struct ExpertSums {
 
 constexpr int TILE = 64;       // key positions per step of the online softmax, aligned to absolute positions
 constexpr int SPLIT = 1024;    // positions whose tiles share one softmax state before states are merged, in order
-constexpr int MAX_HEAD_SIZE = 512;
+constexpr int MAX_HEAD_SIZE = 576;  // latent attention has the largest heads: 512 values, and 64 beside them
 
 // How the cache stores a row: the keys, or the values, of one token and one KV head. int8 and fp8 (e4m3) rows are their
 // elements and then a float32, the scale; quire/kernels/interface.py (write_kv) has the arithmetic.
@@ -115,7 +124,8 @@ constexpr int64_t kv_row_bytes(KVFormat format, int64_t head_size) {
     return head_size * kv_element_bytes(format) + (is_scaled(format) ? 4 : 0);
 }
 
-// The cache of one layer: keys and values are [B, KV heads, block size] rows each.
+// The cache of one layer: keys and values are [B, KV heads, block size] rows each. Where both are the same memory, a row is key
+// and value at once.
 struct KVCache {
     void *keys, *values;
     KVFormat format;
@@ -123,11 +133,12 @@ struct KVCache {
 
     int64_t row_bytes() const { return kv_row_bytes(format, head_size); }
     int64_t num_slots() const { return num_blocks * block_size; }
+    bool has_values() const { return values != keys; }  // apart from the keys
 };
 
 struct AttentionProblem {
     const void *query;  // [T, heads, D], rows query_stride elements apart
-    void *out;          // [T, heads, D]
+    void *out;          // [T, heads, value_size]
     DType dtype;        // of query and out
     int64_t num_heads, query_stride;
     KVCache cache;
@@ -142,8 +153,10 @@ struct AttentionProblem {
     int64_t row_stride;
     const float *bias;   // [heads][2 * bias_reach + 1], added to scores by key position - query position; null: none
     int64_t bias_reach;
+    int64_t value_size;  // elements that a value has, the first ones of its row; 0: all of them
 
     bool is_bidirectional() const { return row_stride > 0; }
+    int64_t out_size() const { return value_size > 0 ? value_size : cache.head_size; }
 };
 
 // A decoding sequence of several that begin with the same blocks.
@@ -243,7 +256,7 @@ struct KernelTable {
     void (*lora_down)(const LoraRows &task);
     void (*lora_up)(const LoraRows &task);
     // mixtures of experts
-    // Tokens [first, last) of logits [T, E]; a row that is not finite gets weights that are not. `spare`: E floats
+    // Tokens [first, last) of logits [T, E]; a row that is not finite gets weights that are not. `spare`: spare_floats()
     void (*choose_experts)(const ExpertRouting &routing, const float *logits, int64_t first, int64_t last, int64_t *ids,
                            float *weights, float *spare);
     // Tokens [first, last): weighed and added in the order of the choices, from zero; each operation rounds by itself
@@ -251,7 +264,7 @@ struct KernelTable {
     // attention
     int64_t (*max_task_rows)(const AttentionProblem &problem);  // query rows (positions x heads of one KV head)
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
-    int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state
+    int64_t (*state_size)(int64_t out_size);          // floats of one row's softmax state
     // `next_task`: what the caller's thread will probably attend to next; its keys are prefetched. Null: unknown
     void (*attend)(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                    float *scratch);

@@ -137,17 +137,18 @@ void check_positions(const int64_t *positions, int64_t count, int64_t num_positi
 }
 
 static void rope(uintptr_t x, uintptr_t positions, uintptr_t cos_sin, int dtype, int64_t num_rows, int64_t stride,
-                 int64_t num_heads, int64_t head_size, int64_t half, int64_t num_positions, bool is_interleaved) {
+                 int64_t num_heads, int64_t head_size, int64_t half, int64_t num_positions, bool is_interleaved, int64_t start) {
     const Arguments args("rope");
     const DType type = args.dtype(dtype);
     args.between(0, args.count("the head size", head_size, 1), "what is rotated of a head", 2 * args.count("half", half));
+    args.between(0, head_size - 2 * half, "where rotated elements begin", start);
     args.count("the number of positions", num_positions);
     const int64_t row = args.product("a row of x", num_heads, head_size);
     const Memory heads = args.rows("x", x, type, num_rows, stride, row, true);
     const Memory table_of_angles = args.memory("cos_sin", cos_sin, int64_t{sizeof(float)}, {num_positions, 2, half});
     const int64_t *at = args.array<const int64_t>("positions", positions, {num_rows});
     args.apart(heads, table_of_angles);
-    const RopeRows rows{heads.as<void>(),
+    const RopeRows rows{offset(heads.as<void>(), start, type),
                         at,
                         table_of_angles.as<const float>(),
                         type,

@@ -22,6 +22,8 @@
 
 namespace quire {
 
+using namespace nb::literals;
+
 namespace {
 
 // At a time, so that scratch stays small: as many as 2,048 tokens with eight experts each.
@@ -273,7 +275,7 @@ bool are_whole(const ExpertLayer &layer) {
 void choose_experts(const ExpertRouting &routing, const float *logits, int64_t num_tokens, int64_t *ids, float *weights) {
     const KernelTable &table = kernels();
     over_rows(num_tokens, 8 * routing.num_experts, [&](int64_t first, int64_t last) {
-        float *spare = scratch(GEMM_BLOCK, routing.num_experts);
+        float *spare = scratch(GEMM_BLOCK, routing.spare_floats());
         table.choose_experts(routing, logits, first, last, ids, weights, spare);
     });
 }
@@ -303,15 +305,25 @@ void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const L
 
 // ---- bindings ----
 
-static ExpertRouting routing_of(const Arguments &args, int64_t num_experts, int64_t num_chosen, bool is_normalised) {
+static void init_routing(ExpertRouting *self, int64_t num_experts, int64_t num_chosen, bool is_normalised, bool is_sigmoid,
+                         int64_t num_groups, int64_t num_groups_chosen, bool sums_best_two, float factor, uintptr_t bias) {
+    const Arguments args("ExpertRouting");
     args.count("the number of experts", num_experts, 1);
-    return {num_experts, args.between(1, num_experts, "the number of chosen experts", num_chosen), is_normalised};
+    args.between(1, num_experts, "the number of groups", num_groups);
+    args.between(1, num_groups, "the number of chosen groups", num_groups_chosen);
+    args.require(num_experts % num_groups == 0, "the groups are not even");
+    const int64_t size = num_experts / num_groups;
+    args.between(1, size * num_groups_chosen, "the number of chosen experts", num_chosen);
+    args.require(!sums_best_two || size > 1, "groups of one expert have no best two");
+    args.require(bias == 0 || is_sigmoid, "a bias is for sigmoids");
+    const float *added = args.array<const float>("the bias", bias, {bias == 0 ? 0 : num_experts});
+    new (self) ExpertRouting{num_experts,       num_chosen,    is_normalised,                     is_sigmoid, num_groups,
+                             num_groups_chosen, sums_best_two, args.finite("the factor", factor), added};
 }
 
-static void choose(uintptr_t logits, int64_t num_tokens, int64_t num_experts, int64_t num_chosen, bool is_normalised,
-                   uintptr_t ids, uintptr_t weights) {
+static void choose(const ExpertRouting &routing, uintptr_t logits, int64_t num_tokens, uintptr_t ids, uintptr_t weights) {
     const Arguments args("choose_experts");
-    const ExpertRouting routing = routing_of(args, num_experts, num_chosen, is_normalised);
+    const int64_t num_experts = routing.num_experts, num_chosen = routing.num_chosen;
     const float *from = args.array<const float>("the logits", logits, {num_tokens, num_experts});
     int64_t *to = args.array<int64_t>("the ids", ids, {num_tokens, num_chosen});
     const Stopwatch stopwatch(KernelClass::elementwise);
@@ -337,6 +349,9 @@ static void apply(const LinearWeight &up, const LinearWeight &down, int64_t num_
 
 static void bind_experts(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<ExpertRouting>(m, "ExpertRouting")
+        .def("__init__", &init_routing, "num_experts"_a, "num_chosen"_a, "is_normalised"_a, "is_sigmoid"_a, "num_groups"_a,
+             "num_groups_chosen"_a, "sums_best_two"_a, "factor"_a, "bias"_a);
     m.def("choose_experts", &choose, release());
     m.def("apply_experts", &apply, release());
 }

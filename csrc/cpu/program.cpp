@@ -128,6 +128,8 @@ class Pass {
     void normalise(const Operation &operation) const;
     void prepare_heads(const Operation &operation) const;
     void attend(const Operation &operation) const;
+    RopeRows tails_of(const Operation &operation) const;
+    void write_latent(const Operation &operation) const;
     void select(const Operation &operation) const;
     void scatter(const Operation &operation) const;
     void place(const Operation &operation) const;
@@ -156,6 +158,8 @@ void Pass::run(const Operation &operation) const {
             return attend(operation);
         case Kind::experts:
             return mix_experts(operation.layer, operation.routing, operation.router, x, dtype_, num_tokens(), out);
+        case Kind::head_linear:
+            return head_linear({operation.weight, operation.heads.num_queries, operation.heads.size}, x, dtype_, num_tokens(), out);
         default:
             break;
     }
@@ -184,6 +188,12 @@ void Pass::run(const Operation &operation) const {
         case Kind::place:
         case Kind::take:
             return place(operation);
+        case Kind::rotate_tails:
+            return over_rows(num_tokens(), 2 * width, [&](int64_t first, int64_t last) {
+                table_.rope(tails_of(operation), first, last);
+            });
+        case Kind::write_latent:
+            return write_latent(operation);
         case Kind::gate_rows:
             return gate_rows(x, y, out, dtype_, num_tokens(), width);
         default:
@@ -299,6 +309,31 @@ void Pass::prepare_heads(const Operation &operation) const {
     });
 }
 
+// The last elements of each head, or of the one key.
+RopeRows Pass::tails_of(const Operation &operation) const {
+    const Heads &heads = operation.heads;
+    void *const tails = offset(at(operation.out), heads.size - 2 * operation.rope_half, dtype_);
+    return RopeRows{tails, step_->positions, operation.rope, dtype_, operation.out.width, max64(heads.num_queries, 1),
+                    heads.size, operation.rope_half, operation.is_interleaved};
+}
+
+void Pass::write_latent(const Operation &operation) const {
+    void *const rows = at(operation.out);
+    const int64_t width = operation.out.width;
+    const KVCache &cache = caches_[operation.cache];
+    const KVRows kv{rows, rows, dtype_, num_tokens(), width, width, tables_of(operation.cache).slots};
+    check_slots(kv, cache);
+    const RopeRows tails = tails_of(operation);
+    over_rows(num_tokens(), 2 * width, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; ++t) {
+            void *const row = offset(rows, t * width, dtype_);
+            norm_rows(operation.norm, rows_of(operation.norm, row, row), 0, 1);
+            table_.rope(tails, t, t + 1);
+            write_tokens(kv, cache, t, t + 1);
+        }
+    });
+}
+
 void Pass::attend(const Operation &operation) const {
     AttentionProblem problem{};
     problem.query = at(operation.x);
@@ -322,6 +357,7 @@ void Pass::attend(const Operation &operation) const {
     problem.soft_cap = operation.soft_cap;
     problem.window = operation.window;
     problem.sinks = operation.sinks;
+    problem.value_size = operation.value_size;
     paged_attention(problem, step_->sequences);
 }
 

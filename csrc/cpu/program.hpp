@@ -13,6 +13,7 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "experts.hpp"
+#include "head_linear.hpp"
 #include "linear.hpp"
 #include "lora.hpp"
 
@@ -46,7 +47,7 @@ struct Heads {
 
 enum class Kind : int {
     embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows, place,
-    take
+    take, head_linear, rotate_tails, write_latent
 };
 
 // One operation, and of the fields those that its kind has.
@@ -70,14 +71,17 @@ struct Operation {
     ExpertLayer layer;       // experts
     LinearWeight router;
     ExpertRouting routing;
-    // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries
+    // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries; head_linear,
+    // rotate_tails: queries alone; write_latent: one key, normed but for its tail, which is rotated, to a cache
     Heads heads;
     const float *rope;  // [positions, 2, rope_half]; null: none
     int64_t rope_half;
+    bool is_interleaved;    // rotate_tails, write_latent: of RoPE
     int64_t cache;          // its number, or NO_CACHE; attend: then keys and values are x's own, and attention bidirectional
     float scale, soft_cap;  // attend; soft_cap 0: none
     int64_t window;         // attend; 0: none
     const float *sinks;     // attend over a cache: [queries], see AttentionProblem; null: none
+    int64_t value_size;     // attend: elements of a value, the first ones of its row; 0: all
     const float *bias;      // attend without a cache: [queries][2 * bias_reach + 1]; null: none
     int64_t bias_reach;
 };

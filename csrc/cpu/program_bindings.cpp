@@ -17,8 +17,9 @@ using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
 constexpr int64_t MAX_WEIGHTS = 1 << 20;
-constexpr int NUM_KINDS = 15;
-constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0};  // norm: or 2, with as many outputs
+constexpr int NUM_KINDS = 18;
+// norm: or 2, with as many outputs
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1};
 
 // The operations of one list, and the room that their values take.
 struct Operations {
@@ -79,7 +80,18 @@ static bool do_values_fit(const Operation &each) {
         case Kind::prepare_heads:
             return heads.width() == each.x.width && each.x.column == each.out.column && each.out.width == each.x.width;
         case Kind::attend:
-            return heads.query_width() <= each.x.width && heads.query_width() == each.out.width && are_apart(each.x, each.out);
+            return heads.query_width() <= each.x.width && are_apart(each.x, each.out) &&
+                   heads.num_queries * (each.value_size > 0 ? each.value_size : heads.size) == each.out.width;
+        case Kind::head_linear: {
+            const HeadWeights weights{each.weight, heads.num_queries, heads.size};
+            return are_whole(weights) && heads.query_width() == each.x.width && are_apart(each.x, each.out) &&
+                   heads.num_queries * weights.out_size() == each.out.width;
+        }
+        case Kind::rotate_tails:
+            return heads.query_width() == each.x.width && each.x.column == each.out.column && each.out.width == each.x.width;
+        case Kind::write_latent:
+            return heads.size == each.x.width && each.x.column == each.out.column && each.out.width == each.x.width &&
+                   each.norm.width == heads.size - 2 * each.rope_half;
         case Kind::scatter:
             return each.x.width == each.out.width && each.y.width == each.out.width && are_apart(each.x, each.out) &&
                    are_apart(each.y, each.out);
@@ -112,7 +124,12 @@ static void check_heads(const Arguments &args, const Operation &each) {
         args.require(heads.num_keys > 0 && heads.num_queries % heads.num_keys == 0, "heads must be a multiple of KV heads");
     }
     args.between(0, heads.size / 2, "rope_half", each.rope_half);
-    args.require(is_head_norm(each.norm, heads.size, heads.num_queries) && is_head_norm(each.key_norm, heads.size, heads.num_keys),
+    args.between(0, heads.size, "the size of a value", each.value_size);
+    const bool has_tails = each.kind == Kind::rotate_tails || each.kind == Kind::write_latent;
+    args.require(!has_tails || each.rope != nullptr, "no RoPE");
+    args.require(each.kind != Kind::write_latent || (each.cache != Operation::NO_CACHE && heads.num_keys == 1 && each.norm.is_present()),
+                 "a latent without a norm or a cache");
+    args.require(each.kind == Kind::write_latent || is_head_norm(each.norm, heads.size, heads.num_queries) && is_head_norm(each.key_norm, heads.size, heads.num_keys),
                  "a norm of queries or keys spans neither a head nor all of them");
 }
 
@@ -121,7 +138,8 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
                           const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
                           int64_t number, int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
                           float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t bias, int64_t bias_reach,
-                          const LinearWeight *down, const LinearWeight *router, int64_t num_chosen, bool is_normalised) {
+                          const LinearWeight *down, const LinearWeight *router, const ExpertRouting *routing,
+                          bool is_interleaved, int64_t value_size) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
     const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
@@ -142,7 +160,7 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.factor = args.finite("the factor", factor);
     if (norm != nullptr) each.norm = *norm;
     if (key_norm != nullptr) each.key_norm = *key_norm;
-    if (each.kind == Kind::linear || each.kind == Kind::gated_linear) {
+    if (each.kind == Kind::linear || each.kind == Kind::gated_linear || each.kind == Kind::head_linear) {
         args.require(weight != nullptr, "no weight");
         check_attached("Operations.add", *weight);
         each.weight = *weight;
@@ -157,12 +175,11 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.first_output = args.count("the first output", first_output);
     each.activation = each.kind == Kind::activate ? args.unary_activation(activation) : args.activation(activation);
     if (each.kind == Kind::experts) {
-        args.require(weight != nullptr && down != nullptr && router != nullptr, "no weights of experts");
+        args.require(weight != nullptr && down != nullptr && router != nullptr && routing != nullptr, "no weights of experts");
         for (const LinearWeight *held : {weight, down, router}) check_attached("Operations.add", *held);
         each.layer = {*weight, *down, router->num_outputs, each.activation};
         each.router = *router;
-        args.between(1, router->num_outputs, "the number of chosen experts", num_chosen);
-        each.routing = {router->num_outputs, num_chosen, is_normalised};
+        each.routing = *routing;
     }
     each.heads = {heads[0], heads[1], heads[2]};
     each.rope = args.array<const float>("rope", rope, {rope == 0 ? 0 : 1, 2, rope_half});
@@ -177,7 +194,9 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     args.require(bias == 0 || each.cache == Operation::NO_CACHE, "a bias is for attention without a cache");
     each.bias = args.array<const float>("bias", bias, {bias == 0 ? 0 : heads[0], 2 * bias_reach + 1});
     each.bias_reach = bias_reach;
-    if (each.kind == Kind::prepare_heads || each.kind == Kind::attend) check_heads(args, each);
+    each.is_interleaved = is_interleaved;
+    each.value_size = value_size;
+    if (each.kind == Kind::prepare_heads || each.kind == Kind::attend || each.kind >= Kind::head_linear) check_heads(args, each);
     args.require(do_values_fit(each), "values that do not fit");
     operations.num_caches = max64(operations.num_caches, cache + 1);
     operations.list.push_back(each);
@@ -252,7 +271,7 @@ static void bind_program(nb::module_ &m) {
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
              "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "bias"_a, "bias_reach"_a,
-             "down"_a.none(), "router"_a.none(), "num_chosen"_a, "is_normalised"_a);
+             "down"_a.none(), "router"_a.none(), "routing"_a.none(), "is_interleaved"_a, "value_size"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
         .def("set_caches", &Program::set_caches, "caches"_a, "groups"_a)

@@ -21,7 +21,8 @@ enum ScratchSlot : int {
     ROUTING = 8,
     EXPERT_ROWS = 9,
     EXPERT_SUMS = 10,
-    NUM_SLOTS = 11
+    HEAD_ROWS = 11,
+    NUM_SLOTS = 12
 };
 
 }  // namespace quire

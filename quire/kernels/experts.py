@@ -1,5 +1,5 @@
-"""What every back end checks of a mixture of experts: see `Kernels.choose_experts` and
-`apply_experts`."""
+"""What every back end checks of weights that stack those of experts, or of heads: see
+`Kernels.choose_experts`, `apply_experts` and `head_linear`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,34 @@ from quire.kernels.interface import ExpertChoice, PackedLinear
 from quire.program.operations import Routing
 
 
-def check_choice(logits: Tensor, routing: Routing) -> None:
-    """Raise ValueError unless experts can be chosen by float32 logits [T, E]."""
+def check_choice(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> None:
+    """Raise ValueError unless experts can be chosen by float32 logits [T, E] and a bias [E]."""
     fits = logits.dim() == 2 and logits.shape[1] == routing.num_experts
-    if logits.dtype != torch.float32 or not fits or not 1 <= routing.num_chosen <= logits.shape[1]:
+    if logits.dtype != torch.float32 or not fits or not routing.is_possible:
         raise ValueError(
-            f"cannot choose {routing.num_chosen} of {routing.num_experts} experts by logits "
+            f"cannot choose {routing.num_chosen} of {routing.num_experts} experts "
+            f"({routing.num_groups_chosen} of {routing.num_groups} groups) by logits "
             f"{logits.dtype} {list(logits.shape)}"
         )
+    if bias is None:
+        return
+    if routing.scoring != "sigmoid":
+        raise ValueError("a bias is for experts that are chosen by sigmoids")
+    if bias.dtype != torch.float32 or bias.shape != (routing.num_experts,):
+        raise ValueError(
+            f"expected a bias float32 [{routing.num_experts}], got {bias.dtype} {list(bias.shape)}"
+        )
+
+
+def check_heads(x: Tensor, weight: PackedLinear) -> int:
+    """Count the heads of x [T, heads, K + rest]; ValueError unless a weight [heads * N, K] fits."""
+    fits = x.dim() == 3 and x.is_contiguous() and weight.num_inputs <= x.shape[2]
+    if not fits or not x.shape[1] or weight.num_outputs % x.shape[1]:
+        raise ValueError(
+            f"head_linear: x is {list(x.shape)}; expected [T, heads, K + rest] for a weight "
+            f"[{weight.num_outputs}, {weight.num_inputs}] of all heads"
+        )
+    return x.shape[1]
 
 
 def count_experts(x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice) -> int:

@@ -173,7 +173,7 @@ class Weights:
     """[V, H] of the tokens, whose dtype is that of all activations, and [positions,
     H] if there are learned positions."""
     vectors: tuple[Tensor, ...]
-    """Weights and biases of norms, and sinks of attention."""
+    """Weights and biases of norms, sinks of attention, and biases of routers, which are float32."""
     ropes: tuple[Tensor, ...]
     """As `Kernels.rope` takes them, halves paired; each has `max_model_len` positions."""
     max_model_len: int
@@ -316,12 +316,18 @@ class Kernels(Protocol):
         `Gating` for one that changes both."""
         ...
 
-    def choose_experts(self, logits: Tensor, routing: Routing) -> ExpertChoice:
+    def choose_experts(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> ExpertChoice:
         """Choose the largest of each row of float32 logits [T, E], larger first, the lowest id
         first among equals.
 
-        They weigh their share of the softmax over all E or over those chosen, as `routing` says. A
-        row that holds a number that is not finite gives weights that are not.
+        They weigh their share of the softmax over all E or over those chosen, as `routing` says.
+        With sigmoids, `sigmoid(logits) + bias` is chosen from, in float32 (bias float32 [E]; None:
+        zero), and the sigmoids are the weights, divided by their sum plus 1e-20 if `routing`
+        normalises. Groups are chosen by the same values, the lowest first among equals, and experts
+        of other groups never. Weights are multiplied by `routing.factor` last. A row that holds a
+        number that is not finite gives weights that are not.
         """
         ...
 
@@ -348,13 +354,27 @@ class Kernels(Protocol):
         """Multiply x [T, H] by the sigmoid of gate [T, 1], rounded once."""
         ...
 
+    def head_linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        """Multiply each head by a weight of its own: [T, heads, K + rest] -> [T, heads, N + rest].
+
+        The weight, of floats, stacks those of the heads: [heads * N, K]. The first K elements of a
+        head give the products, which are those of `linear`, and the rest follows unchanged.
+        """
+        ...
+
     def rope(
-        self, x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        *,
+        interleaved: bool = False,
+        start: int = 0,
     ) -> None:
         """Rotate `x [T, heads, D]` in place by its positions (int64 [T]).
 
-        `cos_sin` is float32 [P, 2, R / 2]: cosines, then sines, of the R rotated leading
-        dimensions. Halves are paired (i, i + R / 2) as in Llama's Hugging Face layout, or
+        `cos_sin` is float32 [P, 2, R / 2]: cosines, then sines, of the R rotated dimensions, which
+        begin at `start`. Halves are paired (i, i + R / 2) as in Llama's Hugging Face layout, or
         neighbours (2 i, 2 i + 1) with `interleaved`. x may be a strided view whose last two
         dimensions are contiguous.
         """
@@ -372,7 +392,8 @@ class Kernels(Protocol):
         `s = max(max |x| / M, 2**-126)` with M = 127 or 448, and `q = x / s` rounded to the nearest
         integer or e4m3 number, ties to even; the row then counts as the float32 products `q * s`.
         Where x holds a number that is not finite, all of the row counts as such. key and value may
-        be strided views whose last two dimensions are contiguous.
+        be strided views whose last two dimensions are contiguous. Where `value_cache` is
+        `key_cache`, a row is key and value at once, and `value` is not looked at.
         """
         ...
 
@@ -387,9 +408,13 @@ class Kernels(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        value_size: int | None = None,
     ) -> Tensor:
         """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads,
         D], contiguous.
+
+        With a `value_size`, values are that many of the first elements of their rows, and so the
+        output is [T, heads, value_size]; the caches may then be one tensor (latent attention).
 
         query may be a strided view whose last two dimensions are contiguous.
 

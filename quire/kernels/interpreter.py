@@ -161,7 +161,13 @@ class Interpreter:
             case ops.PrepareHeads(parts=parts):
                 return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
             case ops.Attend(
-                heads=heads, cache=cache, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+                heads=heads,
+                cache=cache,
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                value_size=value_size,
             ):
                 queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)[
                     :, : heads.num_queries
@@ -174,6 +180,7 @@ class Interpreter:
                     window=window,
                     soft_cap=soft_cap,
                     sinks=None if sinks is None else weights.vectors[sinks],
+                    value_size=value_size,
                 )
                 return attended.flatten(1)
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
@@ -183,13 +190,28 @@ class Interpreter:
                 )
                 return attended.flatten(1)
             case ops.Experts(
-                router=router, up=up, down=down, routing=routing, activation=activation
+                router=router,
+                up=up,
+                down=down,
+                routing=routing,
+                activation=activation,
+                bias=bias,
             ):
                 logits = kernels.linear(x, weights.linears[router], out_dtype="float32")
-                choice = kernels.choose_experts(logits, routing)
+                added = None if bias is None else weights.vectors[bias]
+                choice = kernels.choose_experts(logits, routing, added)
                 return kernels.apply_experts(
                     x, weights.linears[up], weights.linears[down], choice, activation
                 )
+            case ops.HeadLinear(weight=index, num_heads=num_heads):
+                heads_of_x = x.view(len(x), num_heads, x.shape[1] // num_heads)
+                return kernels.head_linear(heads_of_x, weights.linears[index]).flatten(1)
+            case ops.RotateTails(num_heads=num_heads, table=table, is_interleaved=is_interleaved):
+                heads_of_x = x.view(len(x), num_heads, x.shape[1] // num_heads)
+                self._rotate_tails(heads_of_x, step, table, is_interleaved)
+                return x
+            case ops.WriteLatent():
+                return self._write_latent(operation, step, x)
             case ops.GateRows():
                 return kernels.gate_rows(x, y)
             case ops.Add():
@@ -234,6 +256,22 @@ class Interpreter:
         assert step.placed is not None, "this program computes rows from outside"
         tokens, rows = step.placed
         return rows.new_zeros(len(step.token_ids), rows.shape[1]).index_copy(0, tokens, rows)
+
+    def _rotate_tails(
+        self, heads: Tensor, step: StepTensors, table: int, is_interleaved: bool
+    ) -> None:
+        """Rotate the last elements of heads [T, heads, D] in place."""
+        angles = self._weights.ropes[table]
+        start = heads.shape[2] - 2 * angles.shape[2]
+        self._kernels.rope(heads, step.positions, angles, interleaved=is_interleaved, start=start)
+
+    def _write_latent(self, operation: ops.WriteLatent, step: StepTensors, x: Tensor) -> Tensor:
+        latent, row = x[:, : operation.norm.size], x.unsqueeze(1)
+        latent.copy_(normed(self._kernels, self._weights, operation.norm, latent.contiguous()))
+        self._rotate_tails(row, step, operation.table, operation.is_interleaved)
+        slots = step.batch.of_cache(operation.cache).slots
+        self._kernels.write_kv(row, row, *step.kv_caches[operation.cache], slots)
+        return x
 
 
 def _narrowed(whole: StepTensors, wanted: WantedTokens) -> StepTensors:

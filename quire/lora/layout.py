@@ -97,14 +97,18 @@ def adapter_bytes(spec: DecoderSpec, rank: int, dtype: str) -> int:
 
 
 def adaptable(spec: DecoderSpec) -> Mapping[int, tuple[LinearSpec, ...]]:
-    """Return the weights that adapters may change, by their numbers: all but the head, and the
-    router and the experts of mixtures, whose operation takes no adapters."""
+    """Return the weights that adapters may change, by their numbers: all but the head, the router
+    and the experts of mixtures, and folded weights, whose operations take no adapters."""
     found: list[tuple[LinearSpec, ...] | None] = []
     for mixer in (mixer for block in spec.blocks for mixer in block.mixers):
         shared = mixer.projections[_NUM_EXPERT_WEIGHTS:]
         is_mixture = isinstance(mixer, ExpertsSpec)
         found += [None] * _NUM_EXPERT_WEIGHTS + list(shared) if is_mixture else mixer.projections
-    return {number: parts for number, parts in enumerate(found) if parts is not None}
+    return {
+        number: parts
+        for number, parts in enumerate(found)
+        if parts is not None and not parts[0].holds_floats
+    }
 
 
 class _Halves:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.models.rope import RopeSpec
@@ -53,6 +53,8 @@ class TensorSpec:
     """Where checkpoints keep it that do not have `name`."""
     stored_as: tuple[int, ...] | None = None
     """The stored shape, where that has more dimensions (kernels of convolutions)."""
+    keeps_float32: bool = False
+    """Whatever the model computes in."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -77,6 +79,10 @@ class LinearSpec:
     """Never quantized: so small that nothing would be saved, and much depends on it (routers)."""
     share: float = 1.0
     """Of all tokens, those that it computes: below one for an expert."""
+    holds_floats: bool = False
+    """In memory, whatever the checkpoint stores."""
+    is_folded: bool = False
+    """The transpose is what is multiplied by: the stored rows are inputs."""
 
     @property
     def name(self) -> str:
@@ -85,11 +91,24 @@ class LinearSpec:
 
     @property
     def num_outputs(self) -> int:
-        return self.weight.shape[0]
+        return self.weight.shape[1 if self.is_folded else 0]
 
     @property
     def num_inputs(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.shape[0 if self.is_folded else 1]
+
+    @property
+    def stored(self) -> LinearSpec:
+        """The projection that a checkpoint has, where this one is a part of it."""
+        weight = self.weight
+        shape = (weight.stored_rows or weight.shape[0], weight.shape[1])
+        whole = dataclasses.replace(weight, shape=shape, first_row=0, stored_rows=None)
+        return dataclasses.replace(self, weight=whole, is_folded=False)
+
+    @property
+    def is_quantizable(self) -> bool:
+        """Whether integers may take the place of floats."""
+        return not (self.keeps_floats or self.holds_floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +125,22 @@ class NormSpec:
     @property
     def size(self) -> int:
         return self.weight.shape[0]
+
+
+class KVLayerSpec(NamedTuple):
+    """What one layer keeps in the KV cache for every token."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Tokens further back than this are never read again; None for full attention."""
+    is_latent: bool = False
+    """A row is key and value at once."""
+
+    def bytes_per_token(self, kv_format: str) -> int:
+        """Return bytes of K and V of one token, with their scales where the format has them."""
+        num_rows = self.num_kv_heads * (1 if self.is_latent else 2)
+        return num_rows * KV_FORMATS[kv_format].row_bytes(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +179,90 @@ class AttentionSpec:
     def num_kv_heads(self) -> int:
         return self.key.num_outputs // self.head_dim
 
+    @property
+    def kv_projections(self) -> tuple[LinearSpec, ...]:
+        """Those that give what is kept."""
+        return (self.key, self.value)
+
+    @property
+    def kv_layer(self) -> KVLayerSpec:
+        """What is kept of a token."""
+        return KVLayerSpec(self.num_kv_heads, self.head_dim, self.window)
+
+    @property
+    def flops_per_key(self) -> int:
+        """Operations of a query for each key that it sees: scores, and the weighted sum."""
+        return 4 * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Causal attention over one vector per token, which all heads share (DeepSeek V2,
+    arXiv:2405.04434, section 2.1).
+
+    The vector, `norm` of the first outputs of `down`, stands for the keys and values of all heads:
+    each head has a weight that would make its key of it, and one for its value. Both are folded:
+    queries are multiplied by the first, and what attention gives by the second, so that keys and
+    values are never made. Behind the vector comes a key that is rotated, for the tail of queries.
+    """
+
+    query_down: LinearSpec | None
+    """Queries come of a vector of their own; None: of the hidden state."""
+    query_norm: NormSpec | None
+    query: LinearSpec
+    """Of each head: what its key's weight is for, and the tail."""
+    down: LinearSpec
+    norm: NormSpec
+    keys: tuple[LinearSpec, ...]
+    """Of each head, folded: from a query to one of the size of the vector."""
+    values: tuple[LinearSpec, ...]
+    """Of each head: from the size of the vector to a value."""
+    output: LinearSpec
+    scale: float
+    rope: RopeSpec
+    is_interleaved: bool
+    """Neighbours are rotated as pairs; else the halves are."""
+
+    is_causal: ClassVar[bool] = True
+    window: ClassVar[int | None] = None
+    sinks: ClassVar[TensorSpec | None] = None
+
+    @property
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Return its matrix products, each as the parts that are stacked into one weight."""
+        first = () if self.query_down is None else ((self.query_down,),)
+        return ((self.down,), *first, (self.query,), self.keys, self.values, (self.output,))
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries."""
+        return len(self.keys)
+
+    @property
+    def rank(self) -> int:
+        """Elements of the vector."""
+        return self.norm.size
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of what is kept: the vector, and the rotated key."""
+        return self.down.num_outputs
+
+    @property
+    def kv_projections(self) -> tuple[LinearSpec, ...]:
+        """Those that give what is kept."""
+        return (self.down,)
+
+    @property
+    def kv_layer(self) -> KVLayerSpec:
+        """What is kept of a token."""
+        return KVLayerSpec(1, self.head_dim, None, is_latent=True)
+
+    @property
+    def flops_per_key(self) -> int:
+        """Operations of a query for each key that it sees: scores, and the weighted sum."""
+        return 2 * self.num_heads * (self.head_dim + self.rank)
+
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
@@ -172,6 +291,8 @@ class ExpertsSpec:
     """Its output is added."""
     shared_gate: LinearSpec | None = None
     """The shared MLP's output is multiplied by the sigmoid of its only output."""
+    choice_bias: TensorSpec | None = None
+    """Added to scores for the choice of experts."""
 
     @property
     def inner(self) -> int:
@@ -188,7 +309,8 @@ class ExpertsSpec:
         return ((self.router,), ups, downs, *shared, *gate)
 
 
-Mixer = AttentionSpec | MlpSpec | ExpertsSpec
+AnyAttention = AttentionSpec | LatentAttentionSpec
+Mixer = AnyAttention | MlpSpec | ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,19 +449,6 @@ class VisionSpec:
         return self.num_patches + (0 if self.drops_leading else self.num_leading)
 
 
-class KVLayerSpec(NamedTuple):
-    """What one layer keeps in the KV cache for every token."""
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-    """Tokens further back than this are never read again; None for full attention."""
-
-    def bytes_per_token(self, kv_format: str) -> int:
-        """Return bytes of K and V of one token, with their scales where the format has them."""
-        return 2 * self.num_kv_heads * KV_FORMATS[kv_format].row_bytes(self.head_dim)
-
-
 class FlopsPerToken(NamedTuple):
     """Floating-point operations of the matrix products for one token (a
     multiply and an add are two)."""
@@ -438,23 +547,19 @@ class DecoderSpec:
         return (*(parts for block in self.blocks for parts in block.projections), *head)
 
     @property
-    def attentions(self) -> tuple[AttentionSpec, ...]:
+    def attentions(self) -> tuple[AnyAttention, ...]:
         """Every attention; each that is causal has a KV cache, in this order."""
         return tuple(
             mixer
             for block in self.blocks
             for mixer in block.mixers
-            if isinstance(mixer, AttentionSpec)
+            if isinstance(mixer, AnyAttention)
         )
 
     @property
     def kv_layers(self) -> tuple[KVLayerSpec, ...]:
         """For memory planning."""
-        return tuple(
-            KVLayerSpec(a.num_kv_heads, a.head_dim, a.window)
-            for a in self.attentions
-            if a.is_causal
-        )
+        return tuple(a.kv_layer for a in self.attentions if a.is_causal)
 
     @property
     def num_parameters(self) -> int:
@@ -470,7 +575,9 @@ class DecoderSpec:
     def weight_bytes(self, dtype: str) -> int:
         """Return memory of the weights in the compute dtype. A tied head is the embedding's own
         memory."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
+        wide = sum(tensor.num_elements for tensor in self.tensors if tensor.keeps_float32)
+        narrow = self.num_parameters - wide
+        return narrow * DTYPE_BYTES[dtype] + wide * DTYPE_BYTES["float32"]
 
     def flops_per_token(self) -> FlopsPerToken:
         """Matrix products with weights; attention itself (which grows with the context)
@@ -486,7 +593,7 @@ class DecoderSpec:
             for block in self.blocks
         ]
         last = self.attentions[-1]
-        keys_and_values = 2 * last.num_kv_heads * last.head_dim * self.hidden_size
+        keys_and_values = sum(each.weight.num_elements for each in last.kv_projections)
         return FlopsPerToken(
             layers=2 * sum(layers),
             head=0 if self.head is None else 2 * self.head.weight.num_elements,
@@ -500,10 +607,7 @@ class DecoderSpec:
         Where the token's hidden state is not needed, the last layer has none.
         """
         return sum(
-            4
-            * a.num_heads
-            * a.head_dim
-            * (context_len if a.window is None else min(context_len, a.window))
+            a.flops_per_key * (context_len if a.window is None else min(context_len, a.window))
             for a in (self.attentions if is_wanted else self.attentions[:-1])
         )
 

@@ -4,6 +4,7 @@ names of their weights."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import (
@@ -15,6 +16,18 @@ from quire.models.declaration import (
 )
 from quire.models.dimensions import read_windows
 from quire.program.operations import Activation, Routing
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+class RoutingDefaults(NamedTuple):
+    """What a family's config may leave out."""
+
+    experts: tuple[int, int]
+    """There are, and are chosen."""
+    groups: tuple[int, int]
+    factor: float
+
 
 MAX_EXPERTS = 4096
 """In a layer; more is a mistake in a config, and would take minutes to declare."""
@@ -38,6 +51,61 @@ def read_routing(
     if num_chosen > num_experts:
         raise config.refuse("num_experts_per_tok", f"at most the {num_experts} of {key}")
     return Routing(num_experts, num_chosen, is_normalised)
+
+
+_GROUP_VALUES: dict[str, Literal["best", "best_two"]] = {
+    "group_limited_greedy": "best",
+    "noaux_tc": "best_two",
+}
+
+
+def read_grouped_routing(
+    config: ConfigReader, scoring: Scoring, defaults: RoutingDefaults
+) -> Routing:
+    """Read DeepSeek's routing: "greedy" chooses among all experts, "group_limited_greedy" (V2) and
+    "noaux_tc" (V3) among those of the best groups."""
+    config.choice("scoring_func", {scoring: scoring}, scoring)
+    methods = ("greedy", "group_limited_greedy") if scoring == "softmax" else ("noaux_tc",)
+    method = config.choice("topk_method", {name: name for name in methods}, methods[0])
+    plain = read_routing(
+        config, "n_routed_experts", defaults.experts, is_normalised=scoring == "sigmoid"
+    )
+    if scoring == "sigmoid":
+        plain = replace(plain, is_normalised=config.flag("norm_topk_prob", True))
+    else:
+        config.require("norm_topk_prob", False)  # published files do without; rules for it differ
+    plain = replace(
+        plain, scoring=scoring, factor=config.number("routed_scaling_factor", defaults.factor)
+    )
+    if method == "greedy":
+        config.ignore("n_group", "topk_group")
+        return plain
+    routing = replace(
+        plain,
+        num_groups=config.integer("n_group", defaults.groups[0], maximum=plain.num_experts),
+        num_groups_chosen=config.integer("topk_group", defaults.groups[1]),
+        group_value=_GROUP_VALUES[method],
+    )
+    return _checked_groups(config, routing)
+
+
+def _checked_groups(config: ConfigReader, routing: Routing) -> Routing:
+    """Refuse groups that cannot be, or that are too few for the experts to be chosen."""
+    num_groups, num_experts = routing.num_groups, routing.num_experts
+    if num_groups == 1 and routing.num_groups_chosen == 1:
+        return replace(routing, group_value="best")
+    smallest = 1 if routing.group_value == "best" else 2
+    if num_experts % num_groups or routing.group_size < smallest:
+        raise config.refuse(
+            "n_group",
+            f"divisors of the {num_experts} experts that leave {smallest} or more to a group",
+        )
+    if routing.num_groups_chosen > num_groups:
+        raise config.refuse("topk_group", f"at most the {num_groups} of n_group")
+    if not routing.is_possible:
+        most = routing.num_groups_chosen * routing.group_size
+        raise config.refuse("num_experts_per_tok", f"at most the {most} experts of topk_group")
+    return routing
 
 
 def require_full_attention(config: ConfigReader, num_layers: int) -> None:

@@ -55,7 +55,7 @@ def lay_out(layers: Sequence[KVLayerSpec], max_model_len: int) -> KVLayout:
         if window is not None and window >= max_model_len:
             window = None
         kinds.setdefault(window, []).append(number)
-    if len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
+    if len({layer._replace(window=None) for layer in layers}) > 1:
         kinds = {None: list(range(len(layers)))}
     kinds = {window: members for window, members in kinds.items() if members} or {None: []}
     depth = _depth([len(members) for members in kinds.values()])

@@ -13,6 +13,7 @@ from quire.models.declaration import (
     BlockSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentAttentionSpec,
     LinearSpec,
     Mixer,
     MlpSpec,
@@ -36,7 +37,7 @@ class Parameters:
     tables: tuple[TensorSpec, ...]
     """Of embeddings; the tokens' is the first."""
     vectors: tuple[TensorSpec, ...]
-    """Weights and biases of norms, and sinks of attention."""
+    """Weights and biases of norms, sinks of attention, and biases of routers."""
     ropes: tuple[RopeSpec, ...]
     biases: tuple[PositionBiasSpec, ...] = ()
 
@@ -148,6 +149,8 @@ class _Lowering:
         match mixer:
             case AttentionSpec():
                 return self._attention(mixer, x)
+            case LatentAttentionSpec():
+                return self._latent_attention(mixer, x)
             case ExpertsSpec():
                 return self._experts(mixer, x)
             case MlpSpec():
@@ -187,6 +190,32 @@ class _Lowering:
         )
         return self._linear(x, spec.output)
 
+    def _latent_attention(self, spec: LatentAttentionSpec, x: int) -> int:
+        table = self._ropes.setdefault(spec.rope, len(self._ropes))
+        size, num_heads, is_interleaved = spec.head_dim, spec.num_heads, spec.is_interleaved
+        cache = self._num_caches
+        self._num_caches += 1
+        # first what is kept: the rest needs wanted tokens alone
+        row, norm = self._linear(x, spec.down), self._norm_weights(spec.norm)
+        kept = (self._value(size),)
+        self._emit(ops.WriteLatent((row,), kept, norm, table, is_interleaved, cache))
+        if spec.query_down is not None:
+            x = self._norm(spec.query_norm, self._linear(x, spec.query_down))
+        rest = size - spec.rank
+        x = self._head_linear(self._linear(x, spec.query), num_heads, num_heads * size, rest)
+        rotated = (self._value(num_heads * size),)
+        x = self._emit(ops.RotateTails((x,), rotated, num_heads, table, is_interleaved))
+        heads, out = ops.Heads(num_heads, 1, size), (self._value(num_heads * spec.rank),)
+        x = self._emit(
+            ops.Attend((x,), out, heads, cache, spec.scale, None, None, value_size=spec.rank)
+        )
+        x = self._head_linear(x, num_heads, sum(part.num_outputs for part in spec.values), 0)
+        return self._linear(x, spec.output)
+
+    def _head_linear(self, x: int, num_heads: int, width: int, rest: int) -> int:
+        number = self._linear_number()
+        return self._emit(ops.HeadLinear((x,), (self._value(width),), number, num_heads, rest))
+
     def _mlp(self, spec: MlpSpec, x: int) -> int:
         width = spec.up.num_outputs
         if spec.gate is not None:
@@ -207,7 +236,15 @@ class _Lowering:
         activation = spec.experts[0].activation
         out = self._emit(
             ops.Experts(
-                (x,), (self._value(hidden),), router, up, down, spec.inner, spec.routing, activation
+                (x,),
+                (self._value(hidden),),
+                router,
+                up,
+                down,
+                spec.inner,
+                spec.routing,
+                activation,
+                None if spec.choice_bias is None else self._vector(spec.choice_bias),
             )
         )
         if spec.shared is None:

@@ -10,6 +10,8 @@ from quire.errors import UnsupportedModelError
 from quire.models.bert import declare_bert, declare_distilbert, declare_mpnet, declare_roberta
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, linear
+from quire.models.deepseek_v2 import declare_deepseek_v2
+from quire.models.deepseek_v3 import declare_deepseek_v3
 from quire.models.dimensions import read_num_labels
 from quire.models.gemma2 import declare_gemma2
 from quire.models.gemma3 import declare_gemma3
@@ -33,6 +35,8 @@ from quire.models.smollm3 import declare_smollm3
 Declare = Callable[[ConfigReader], DecoderSpec]
 
 DECODERS: dict[str, Declare] = {
+    "DeepseekV2": declare_deepseek_v2,
+    "DeepseekV3": declare_deepseek_v3,
     "Gemma2": declare_gemma2,
     "Gemma3": declare_gemma3,
     "GptOss": declare_gpt_oss,

@@ -41,6 +41,8 @@ class YarnScaling:
     beta_slow: float
     attention_factor: float
     is_truncated: bool
+    score_factor: float = 1.0
+    """What DeepSeek's attention multiplies scores by besides (arXiv:2405.04434, section 3.1.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,11 @@ class RopeSpec:
     rotated_dim: int
     theta: float
     scaling: RopeScaling | None = None
+
+    @property
+    def score_factor(self) -> float:
+        """What latent attention multiplies scores by besides; other attention does not."""
+        return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     @property
     def context_len(self) -> int:
@@ -198,6 +205,7 @@ def _read_yarn(config: ConfigReader, section: ConfigReader, rotated_dim: int) ->
         beta_slow=section.number("beta_slow", 1.0, minimum=_MIN_FACTOR),
         attention_factor=section.number("attention_factor", implied),
         is_truncated=section.flag("truncate", True),
+        score_factor=_yarn_magnitude(factor, mscale_all or 0.0) ** 2,
     )
 
 

@@ -140,7 +140,8 @@ class _Builder:
         return self._counted_tensor(self._filled(spec))
 
     def _filled(self, spec: TensorSpec) -> Tensor:
-        out = torch.empty(spec.shape, dtype=self._dtype, device=self._kernels.device)
+        dtype = torch.float32 if spec.keeps_float32 else self._dtype
+        out = torch.empty(spec.shape, dtype=dtype, device=self._kernels.device)
         self._weights.fill(out, spec)
         return out
 

@@ -19,7 +19,7 @@ ELEMENTWISE = (
     ops.Norm,
     ops.AddNorm,
     ops.Activate,
-    ops.HeadOperation,
+    ops.InPlaceOperation,
     ops.Select,
     ops.GateRows,
     ops.Place,
@@ -65,8 +65,8 @@ def place_values(program: Program) -> Arena:
             if taken in dying and taken in live:
                 columns[value] = live.pop(taken)
             else:
-                assert not isinstance(operation, ops.HeadOperation), (
-                    "a row of heads that is changed is read later"
+                assert not isinstance(operation, ops.InPlaceOperation), (
+                    "a row that is changed in place is read later"
                 )
                 columns[value] = lowest(align_up(program.widths[value], ALIGNMENT))
             live[value] = columns[value]

@@ -5,8 +5,8 @@ A value is an activation [rows, width] in the compute dtype. Each is written onc
 that has its number among `outputs`, and its rows are the step's tokens, or, from a `Select` on,
 those whose hidden states are wanted. Weights, tables of RoPE and caches are numbers too: what they
 stand for is `quire.kernels.interface.Weights`, and the caches of the step. So a program is plain
-data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV`
-and `Attend` touch anything but their values.
+data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV`,
+`WriteLatent` and `Attend` touch anything but their values.
 """
 
 from __future__ import annotations
@@ -133,12 +133,40 @@ class GatedLinear(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts are chosen by logits: the largest, the lowest id first among equals."""
+    """How experts are chosen by logits: the largest, the lowest id first among equals.
+
+    With the "sigmoid" of a logit as score, an expert is chosen by its score plus a bias, and weighs
+    its score alone (DeepSeek V3, arXiv:2412.19437). Where there are groups, as many experts in
+    each, the best groups are chosen first, and then among their experts.
+    """
 
     num_experts: int
     num_chosen: int
     is_normalised: bool
-    """An expert weighs its share of the softmax over those chosen, not over all."""
+    """An expert weighs its share of the softmax over those chosen, not over all; or its share of
+    the chosen scores."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    num_groups_chosen: int = 1
+    group_value: Literal["best", "best_two"] = "best"
+    """What a group is chosen by: its largest value, or the sum of its largest two."""
+    factor: float = 1.0
+    """On weights."""
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are as many experts and groups as are to be chosen."""
+        return (
+            1 <= self.num_groups_chosen <= self.num_groups <= self.num_experts
+            and self.num_experts % self.num_groups == 0
+            and 1 <= self.num_chosen <= self.num_groups_chosen * self.group_size
+            and (self.group_value == "best" or self.group_size > 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +184,8 @@ class Experts(Operation):
     """Width of an expert's activation."""
     routing: Routing
     activation: Gating
+    bias: int | None = None
+    """The vector, float32, that is added to scores for the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +230,13 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadOperation(Operation):
-    """Changes a row of heads in place: the output takes the memory of the input,
-    which nothing else reads."""
+class InPlaceOperation(Operation):
+    """Changes rows in place: the output takes the memory of the input, which nothing else reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOperation(InPlaceOperation):
+    """Changes rows of heads."""
 
     heads: Heads
 
@@ -256,6 +290,40 @@ class PrepareHeads(HeadOperation):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLinear(Operation):
+    """Multiplies the first elements of each head by a weight of the head's own. What is behind them
+    follows the product."""
+
+    weight: int
+    """Of floats: the heads' outputs follow one another."""
+    num_heads: int
+    rest: int
+    """Elements of a head behind those that are multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotateTails(InPlaceOperation):
+    """Rotates the last elements of each head by their position, as many as the table has."""
+
+    num_heads: int
+    table: int
+    is_interleaved: bool
+    """Neighbours are pairs; else the halves are."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLatent(InPlaceOperation):
+    """Stores each row in a cache, as the only key of its token and its value: normalised, but for
+    what is behind the norm's width, which is rotated (arXiv:2405.04434, section 2.1)."""
+
+    norm: NormWeights
+    table: int
+    is_interleaved: bool
+    """As in `RotateTails`."""
+    cache: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attend(Operation):
     """Causal attention of the queries, which the input's rows begin with, over a cache."""
 
@@ -266,6 +334,9 @@ class Attend(Operation):
     soft_cap: float | None
     sinks: int | None = None
     """The vector with a score of each head that joins every softmax and has no value."""
+    value_size: int | None = None
+    """Where the cache has no values: what counts as one are so many of the first elements of a
+    key. The output's heads are as long."""
 
 
 @dataclass(frozen=True, slots=True)

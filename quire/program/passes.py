@@ -75,14 +75,18 @@ def select_wanted(program: Program, alignment: int | None = None) -> Program:
     of so many columns.
     """
     start = 1 + max(
-        (index for index, each in enumerate(program.operations) if isinstance(each, ops.WriteKV)),
+        (
+            index
+            for index, each in enumerate(program.operations)
+            if isinstance(each, ops.WriteKV | ops.WriteLatent)
+        ),
         default=-1,
     )
     if start == 0:
         return program
     widths = list(program.widths)
     before, after = program.operations[:start], program.operations[start:]
-    if alignment is not None:
+    if alignment is not None and isinstance(before[-1], ops.HeadOperation):
         before, after = _project_apart(before, after, widths, alignment)
     written = {value for operation in before for value in operation.outputs}
     crossing = sorted(written & {value for operation in after for value in operation.inputs})

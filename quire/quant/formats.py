@@ -131,7 +131,7 @@ def formats_at_load(spec: DecoderSpec, method: str) -> WeightFormats:
         part.weight.name: _int8(part) if method == "int8" or parts == (spec.head,) else _int4(part)
         for parts in spec.projections
         for part in parts
-        if not part.keeps_floats
+        if part.is_quantizable
     }
     summary = "weights int8 per output, activations int8 per token"
     if method == "int4":

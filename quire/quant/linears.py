@@ -62,7 +62,12 @@ class FloatLinears:
         for part, rows in zip(
             parts, weight.split_with_sizes([part.num_outputs for part in parts]), strict=True
         ):
-            self.weights.fill(rows, part.weight)
+            if part.is_folded:
+                stored = torch.empty(part.weight.shape, dtype=dtype, device=device)
+                self.weights.fill(stored, part.weight)
+                rows.copy_(stored.T)
+            else:
+                self.weights.fill(rows, part.weight)
         return weight
 
     def bias(self, parts: Sequence[LinearSpec]) -> Tensor | None:
@@ -140,6 +145,8 @@ class CheckpointLinears:
     unpack: WeightUnpacker
 
     def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        if parts[0].holds_floats:
+            return self._load_floats(parts)
         unpacked = [self.unpack(part) for part in parts]
         if all(each is None for each in unpacked):
             return self.rounded.load(parts)
@@ -157,6 +164,19 @@ class CheckpointLinears:
             if self.rounded.formats.of([head]) is None
             else self.load([head])
         )
+
+    def _load_floats(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        """Pack parts of one stored tensor, which is unpacked once, as floats."""
+        stored = parts[0].stored
+        unpacked = self.unpack(stored)
+        if unpacked is None:
+            return self.rounded.load(parts)
+        rows = self._floats(stored, unpacked)
+        chosen = [rows.narrow(0, part.weight.first_row, part.weight.shape[0]) for part in parts]
+        folded = [
+            each.T if part.is_folded else each for part, each in zip(parts, chosen, strict=True)
+        ]
+        return self.rounded.pack(parts, torch.cat(folded))
 
     def _floats(self, part: LinearSpec, unpacked: QuantizedWeight | Tensor | None) -> Tensor:
         """float32 [N, K]"""

@@ -251,7 +251,11 @@ class CheckpointStorage:
     @property
     def formats(self) -> WeightFormats:
         """For the plan."""
-        held = {name: storage.held(self.linears[name]) for name, storage in self.by_name.items()}
+        held = {
+            name: storage.held(self.linears[name])
+            for name, storage in self.by_name.items()
+            if self.linears[name].is_quantizable
+        }
         integers = {name: each for name, each in held.items() if each is not None}
         sizes = {
             (
@@ -285,7 +289,11 @@ def read_storage(
     read = reader.choice("quant_method", _METHODS)
     name, assign = read(reader)
     root.finish()
-    linears = {part.weight.name: part for parts in spec.projections for part in parts}
+    linears = {
+        part.weight.name: part.stored if part.holds_floats else part
+        for parts in spec.projections
+        for part in parts
+    }
     found = {
         key: storage
         for key, linear in linears.items()

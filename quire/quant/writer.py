@@ -89,7 +89,8 @@ def _tensors(
         if whole.name in written:
             continue  # another part of a tensor that holds several projections
         written.add(whole.name)
-        values = torch.empty(whole.shape, dtype=getattr(torch, spec.dtype))
+        dtype = torch.float32 if whole.keeps_float32 else getattr(torch, spec.dtype)
+        values = torch.empty(whole.shape, dtype=dtype)
         weights.fill(values, whole)
         if tensor not in linears:
             yield whole.name, values
@@ -104,7 +105,7 @@ def _tensors(
 def _quantized(spec: DecoderSpec) -> Iterator[LinearSpec]:
     """Yield every projection that becomes integers, without the head."""
     inner = (parts for parts in spec.projections if parts != (spec.head,))
-    yield from (part for parts in inner for part in parts if not part.keeps_floats)
+    yield from (part for parts in inner for part in parts if part.is_quantizable)
 
 
 def _whole(tensor: TensorSpec) -> TensorSpec:
@@ -139,7 +140,8 @@ def pack_words(values: Tensor) -> Tensor:
 def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[str, Any]:
     """`quantization_config`: a group of projections for each format that occurs,
     the exceptions by name."""
-    ignored = [part.name for parts in spec.projections for part in parts if part.keeps_floats]
+    floats = (part for parts in spec.projections for part in parts if not part.is_quantizable)
+    ignored = list(dict.fromkeys(part.name for part in floats))
     if spec.classifier is not None:
         ignored += [layer.linear.name for layer in spec.classifier.layers]
     ignored += ["lm_head"] if recipe.keeps_head else []

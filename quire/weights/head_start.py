@@ -158,7 +158,7 @@ class HeadStart:
                 self._take(table, table.num_elements * (4 if self._dtype == "float32" else 2))
         for parts in wanted.projections:
             rows = self._locate([part.weight for part in parts])
-            if rows is not None:
+            if rows is not None and not any(part.is_folded for part in parts):
                 found[parts] = rows
                 self._take(
                     parts, _native.Loading.num_bytes(code, _num_outputs(parts), parts[0].num_inputs)

@@ -70,14 +70,17 @@ class KVMemory:
         self.layout = layout
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self.caches: list[tuple[Tensor, Tensor]] = []
-        """Of each layer; layers of different groups may share them."""
+        """Of each layer; layers of different groups may share them, and rows that are key and value
+        at once are in one tensor, which is there twice."""
         for layer, place in zip(layers, layout.place_of, strict=True):
             if place not in pairs:
                 sizes = (shape.num_blocks, layer.num_kv_heads, shape.block_size, layer.head_dim)
-                keys, values = (empty_cache(*sizes, shape.kv_format, device) for _ in range(2))
+                keys = empty_cache(*sizes, shape.kv_format, device)
+                values = keys if layer.is_latent else empty_cache(*sizes, shape.kv_format, device)
                 pairs[place] = keys, values
             self.caches.append(pairs[place])
-        self._tensors = [tensor for pair in pairs.values() for tensor in pair]
+        tensors = {id(tensor): tensor for pair in pairs.values() for tensor in pair}
+        self._tensors = list(tensors.values())
 
     @property
     def num_blocks(self) -> int:

@@ -180,6 +180,22 @@ SINKS = {
     "sliding_window": 24,
     "num_hidden_layers": 4,
 }
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": None,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
 NUMBERS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -190,6 +206,14 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "experts": {"dtype": "bfloat16", "hf_overrides": EXPERTS},
     "int4 experts": {"dtype": "bfloat16", "quantization": "int4", "hf_overrides": EXPERTS},
     "sinks, windows": {"dtype": "bfloat16", "hf_overrides": SINKS},
+    "latents": {"dtype": "bfloat16", "hf_overrides": LATENT},
+    "int8 latents": {
+        "dtype": "float32",
+        "quantization": "int8",
+        "kv_cache_dtype": "int8",
+        # as many bytes a token as the others' caches of int8
+        "hf_overrides": LATENT | {"kv_lora_rank": 64, "qk_rope_head_dim": 12},
+    },
 }
 """What is computed with: options of the engine."""
 # its first 256 tokens
@@ -394,7 +418,7 @@ def test_bits_do_not_depend_on_circumstances(
 
 @pytest.mark.slow  # instructions and engines alike take their time
 @pytest.mark.skipif(DEVICE != "cpu", reason="instruction sets of the CPU")
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "latents"])
 @pytest.mark.parametrize("isa", cpu.emulated_isas() if cpu.IMPORT_ERROR is None else [])
 def test_nor_do_they_where_instructions_are_acted_out(
     isa: str, kind: str, make_engine: MakeEngine

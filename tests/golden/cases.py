@@ -231,7 +231,7 @@ def _weights() -> dict[str, Case]:
         f"{name}, {method} at load, {dtype}": Case(
             name, options | {"quantization": method}, kernels=_kernels(dtype)
         )
-        for name in ("llama", "llama wide", "gpt2", "phi3", "qwen2 moe")
+        for name in ("llama", "llama wide", "gpt2", "phi3", "qwen2 moe", "deepseek v3")
         for method in ("int8", "int4")
         for dtype, options in _BOTH.items()
     }
@@ -262,7 +262,7 @@ def _caches() -> dict[str, Case]:
         f"{name}, KV in {kv}, {dtype}": Case(
             name, options | {"kv_cache_dtype": kv}, kernels=_kernels(dtype)
         )
-        for name in ("llama", "gemma3")
+        for name in ("llama", "gemma3", "deepseek v3")
         for kv in ("float32", "bfloat16", "int8", "fp8")
         for dtype, options in _BOTH.items()
         if kv != dtype
@@ -305,6 +305,7 @@ def _interpreted() -> dict[str, Case]:
         "qwen3": _BF16 | {"kv_cache_dtype": "int8"}, "phi3": _F32 | {"quantization": "int4"},
         "olmo2": _F32 | {"kv_cache_dtype": "fp8"}, "gptq": _F32, "gpt oss": _F32,
         "qwen2 moe": _F32 | {"quantization": "int4"}, STACKED_MXFP4: _F32,
+        "deepseek v3": _BF16,
     }  # fmt: skip
     return {
         f"{name}, interpreted": Case(name, options, [_FEW], ("triton",))

@@ -40,6 +40,12 @@ _LONG_ROPE = {
     "type": "longrope", "short_factor": [1.0, 1.0, 1.01, 1.1],
     "long_factor": [1.0, 1.12, 2.19, 7.44],
 }  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "moe_intermediate_size": 24, "n_routed_experts": 12,
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 CONFIGS: dict[str, Config] = {
     "llama": _LLAMA,
     "llama3": _LLAMA
@@ -138,6 +144,14 @@ CONFIGS: dict[str, Config] = {
     | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 3}
     | {"sliding_window": 24, "num_hidden_layers": 3, "attention_bias": True}
     | {"rope_scaling": _YARN | {"truncate": False}},
+    "deepseek v2": _SIZES
+    | _LATENT
+    | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None}
+    | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    "deepseek v3": _SIZES
+    | _LATENT
+    | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 40, "torch_dtype": "bfloat16"}
+    | {"rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     "olmo2": _SIZES
     | {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5, "torch_dtype": "bfloat16"},
 }
@@ -192,8 +206,50 @@ def _shapes(config: Config) -> Iterator[tuple[str, Shape]]:
     if not is_tied:
         yield "lm_head.weight", (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
-        for name, shape in (*_projections(config, layer), *_norms(config)):
+        if "kv_lora_rank" in config:
+            shapes = _latent_shapes(config, layer)
+        else:
+            shapes = (*_projections(config, layer), *_norms(config))
+        for name, shape in shapes:
             yield f"model.layers.{layer}.{name}", shape
+
+
+def _latent_shapes(config: Config, layer: int) -> tuple[tuple[str, Shape], ...]:
+    """All tensors of a layer of DeepSeek's."""
+    hidden, heads, rank = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    nope, rope, value = (
+        config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    vector, query = config["q_lora_rank"], (heads * (nope + rope), hidden)
+    sizes: dict[str, Shape] = {
+        "self_attn.kv_a_proj_with_mqa": (rank + rope, hidden),
+        "self_attn.kv_a_layernorm": (rank,),
+        "self_attn.kv_b_proj": (heads * (nope + value), rank),
+        "self_attn.o_proj": (hidden, heads * value),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    if vector is None:
+        sizes["self_attn.q_proj"] = query
+    else:
+        sizes["self_attn.q_a_proj"] = (vector, hidden)
+        sizes["self_attn.q_a_layernorm"] = (vector,)
+        sizes["self_attn.q_b_proj"] = (query[0], vector)
+    mlps = {"mlp": config["intermediate_size"]}
+    if layer >= config["first_k_dense_replace"]:
+        inner, num_experts = config["moe_intermediate_size"], config["n_routed_experts"]
+        mlps = {f"mlp.experts.{index}": inner for index in range(num_experts)}
+        mlps["mlp.shared_experts"] = inner * config["n_shared_experts"]
+        sizes["mlp.gate"] = (num_experts, hidden)
+    for name, width in mlps.items():
+        sizes |= {f"{name}.{each}_proj": (width, hidden) for each in ("gate", "up")}
+        sizes[f"{name}.down_proj"] = (hidden, width)
+    found = [(f"{name}.weight", shape) for name, shape in sizes.items()]
+    if "mlp.gate" in sizes and "V3" in config["architectures"][0]:
+        found.append(("mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)))
+    return tuple(found)
 
 
 def _projections(config: Config, layer: int) -> Iterator[tuple[str, Shape]]:

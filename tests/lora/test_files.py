@@ -209,6 +209,13 @@ def test_files_that_are_not_what_their_digest_says_are_not_loaded(
         loader.load(order)
 
 
+def test_folded_weights_take_no_adapters() -> None:
+    """Their operation would leave an adapter out."""
+    weights = adaptable(declare(CONFIGS["deepseek v2"]))
+    names = {part.name.rpartition(".")[2] for parts in weights.values() for part in parts}
+    assert {"q_proj", "kv_a_proj_with_mqa", "o_proj"} <= names and "kv_b_proj" not in names
+
+
 def test_experts_and_routers_take_no_adapters_and_a_model_without_a_head_all_others() -> None:
     mixture = declare(CONFIGS["qwen2 moe"])
     names = {part.name for parts in adaptable(mixture).values() for part in parts}

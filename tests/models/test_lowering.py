@@ -12,12 +12,14 @@ from quire.program.operations import (
     Experts,
     GatedLinear,
     GateRows,
+    HeadLinear,
     Linear,
     Norm,
     Operation,
     Rope,
     Scale,
     WriteKV,
+    WriteLatent,
 )
 
 
@@ -57,18 +59,35 @@ def test_weights_are_numbered_as_they_are_declared() -> None:
         numbers = [number for each in program.operations for number in _weights_of(each)]
         assert [*numbers, program.head.weight] == list(range(len(parameters.linears)))
         assert parameters.linears == spec.projections
-        caches = [each.cache for each in program.operations if isinstance(each, WriteKV)]
+        writes = WriteKV | WriteLatent
+        caches = [each.cache for each in program.operations if isinstance(each, writes)]
         assert caches == [each.cache for each in program.operations if isinstance(each, Attend)]
         assert caches == list(range(len(spec.kv_layers)))
 
 
 def _weights_of(operation: Operation) -> tuple[int, ...]:
     match operation:
-        case Linear(weight=weight) | GatedLinear(weight=weight):
+        case Linear(weight=weight) | GatedLinear(weight=weight) | HeadLinear(weight=weight):
             return (weight,)
         case Experts(router=router, up=up, down=down):
             return router, up, down
     return ()
+
+
+def test_latent_attention_in_order() -> None:
+    """What is kept comes first, so that behind it there are wanted tokens alone."""
+    program, parameters = lower(SPECS["latent"])
+    kinds = [type(each).__name__ for each in program.operations[:14]]
+    kept = ["Norm", "Linear", "WriteLatent"]
+    queries = ["Linear", "Norm", "Linear", "HeadLinear", "RotateTails", "Attend"]
+    assert kinds == ["Embed", *kept, *queries, "HeadLinear", "Linear", "Add", "Norm"]
+    fold, attend, unfold = (program.operations[index] for index in (7, 9, 10))
+    assert isinstance(fold, HeadLinear) and isinstance(unfold, HeadLinear)
+    assert isinstance(attend, Attend) and attend.value_size == 32
+    assert (attend.heads.sizes, fold.rest, unfold.rest) == ((4, 1, 40), 8, 0)
+    assert [program.widths[each.outputs[0]] for each in (fold, attend, unfold)] == [160, 128, 64]
+    assert all(part.is_folded for part in parameters.linears[fold.weight])
+    assert not any(part.is_folded for part in parameters.linears[unfold.weight])
 
 
 def test_a_mixture_of_experts_beside_a_shared_one() -> None:

@@ -26,6 +26,16 @@ LLAMA: dict[str, object] = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
 }
+LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
 GPT2: dict[str, object] = {
     "architectures": ["GPT2LMHeadModel"],
     "n_embd": 64,
@@ -50,6 +60,7 @@ KNOWN_SIZES = {
     "mistralai--Mixtral-8x7B-v0.1.json": 46.702792704,
     "mlc_presets/qwen2moe.json": 14.315784192,
     "Qwen--Qwen3-30B-A3B.json": 30.532122624,
+    "nvidia--DeepSeek-V3.1-NVFP4.json": 671.026419200,
 }
 
 
@@ -86,6 +97,14 @@ def test_every_real_config_is_read_or_refused_by_name(shared: Path) -> None:
 def test_parameters_of_known_models(shared: Path, file: str) -> None:
     config = json.loads((shared / "data/tokenizers/model_configs" / file).read_text())
     assert declare(config).num_parameters == round(KNOWN_SIZES[file] * 1e9)
+
+
+def test_queries_of_deepseek_v2_lite_come_straight_of_the_stream(shared: Path) -> None:
+    """Its config says so with null; without the key they have a vector of 1536, as V2's have."""
+    path = shared / "data/tokenizers/model_configs/mlc_presets/deepseek_v2_lite.json"
+    config = json.loads(path.read_text())
+    assert declare(config | {"q_lora_rank": None}).num_parameters == 15_706_484_224
+    assert declare(config) == declare(config | {"q_lora_rank": 1536})
 
 
 def test_unknown_architecture_lists_what_is_supported() -> None:
@@ -190,6 +209,26 @@ def test_refusals_name_key_and_value(changes: dict[str, object], named: str) -> 
         ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [2]}, "mlp_only_layers=.2.; .*from 0 to 1"),
         ("Qwen3MoeForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        *(
+            (f"{name}ForCausalLM", LATENT | changes, named)
+            for name, changes, named in (
+                ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'; supported: g"),
+                ("DeepseekV2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'; .*softmax"),
+                ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+                ("DeepseekV3", {"topk_method": "greedy"}, "topk_method='greedy'; .*noaux_tc"),
+                ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func='softmax'; .*sigmoid"),
+                ("DeepseekV3", {"n_group": 3}, "n_group=3; .*divisors of the 8 experts"),
+                ("DeepseekV3", {"n_group": 8}, "n_group=8; .*that leave 2 or more to a group"),
+                ("DeepseekV3", {"topk_group": 5}, "topk_group=5; .*at most the 4 of n_group"),
+                ("DeepseekV3", {"num_experts_per_tok": 5}, "at most the 4 experts of topk_group"),
+                ("DeepseekV3", {"num_experts_per_tok": 9}, "at most the 8 of n_routed_experts"),
+                ("DeepseekV3", {"n_routed_experts": 10**6}, "n_routed_experts=1000000"),
+                ("DeepseekV3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+                ("DeepseekV3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim=15; .*even"),
+                ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+                ("DeepseekV3", {"index_topk": 2048}, "index_topk=2048"),
+            )
+        ),
     ],
 )
 def test_refusals_of_the_other_families(

@@ -48,18 +48,11 @@ class Driver:
         # Backwards, so that nothing passes that forgets the table; NaN, so that no slot is read
         # before it is written.
         self.table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)
-        self.caches = [
-            tuple(
-                torch.full(
-                    (num_blocks, layer.num_kv_heads, self.block_size, layer.head_dim),
-                    torch.nan,
-                    dtype=self.model.dtype,
-                    device=device,
-                )
-                for _ in range(2)
-            )  # type: ignore[misc]
-            for layer in self.model.spec.kv_layers
-        ]
+        self.caches = []
+        for layer in self.model.spec.kv_layers:
+            shape = (num_blocks, layer.num_kv_heads, self.block_size, layer.head_dim)
+            keys = torch.full(shape, torch.nan, dtype=self.model.dtype, device=device)
+            self.caches.append((keys, keys if layer.is_latent else keys.clone()))
 
     def feed(self, token_ids: Sequence[int], num_wanted: int | None = None) -> Tensor:
         """Compute a chunk; float32 logits [chunk, V], on the CPU. `num_wanted`:
@@ -134,6 +127,23 @@ _LONG_ROPE = {
 }
 # Family to a real config in the shared data (None: written out here) and what is scaled down or
 # switched on: every kind of layer occurs, and windows are shorter than the texts.
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
     "llama3": ("meta-llama--Llama-3.1-8B.json", {"rope_scaling": _LLAMA3_ROPE}),
     "llama2": ("mlc_presets/llama2_7b.json", {"num_key_value_heads": 4, "pretraining_tp": 1}),
@@ -235,6 +245,33 @@ FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
             },
         },
     ),
+    "deepseek_v2_lite": (
+        "mlc_presets/deepseek_v2_lite.json",
+        _LATENT
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5}
+        | {"rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "q_lora_rank": None},
+    ),
+    "deepseek_v2": (
+        "mlc_presets/deepseek_v2_lite.json",
+        _LATENT
+        | {"n_routed_experts": 12, "num_experts_per_tok": 3, "routed_scaling_factor": 16.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "q_lora_rank": 40}
+        | {"attention_bias": True, "n_shared_experts": 1},
+    ),
+    "deepseek_v3": (
+        "nvidia--DeepSeek-V3.1-NVFP4.json",
+        _LATENT
+        | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+        | {"rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "q_lora_rank": 40},
+    ),
+    "deepseek_v3_halves": (
+        "nvidia--DeepSeek-V3.1-NVFP4.json",
+        _LATENT
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1}
+        | {"rope_scaling": None, "q_lora_rank": None, "rope_interleave": False}
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
     "olmoe": (
         None,
         {
@@ -288,6 +325,9 @@ def reference_model(config: dict[str, object]) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             std = 0.2 if parameter.ndim == 1 else 0.1
             parameter.copy_((parameter if parameter.ndim == 1 else 0) + std * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of both signs
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -304,7 +344,8 @@ class Pair:
     @property
     def has_experts(self) -> bool:
         """Whether a router decides what computes a token."""
-        return any(key.startswith(("num_experts", "num_local_experts")) for key in self.config)
+        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any(key.startswith(keys) for key in self.config)
 
     def build(self, dtype: str = "float32", kernels: Kernels | None = None) -> DecoderModel:
         """Load the folder into a Quire model, on the reference kernels if no others are given."""

@@ -82,8 +82,6 @@ def test_formats_join_without_loss() -> None:
     assert join([coarse, fine]) == IntegerFormat(8, 16, "float", has_offsets=True)
     assert join([coarse, coarse]) == coarse
     spec = declare(LLAMA)
-    attention = spec.attentions[0]
-    by_name = {attention.query.weight.name: coarse, attention.key.weight.name: fine}
-    assert WeightFormats(by_name).of(attention.projections[0]) is None, (
-        "one part is floating point, so the stack is"
-    )
+    stacked = spec.attentions[0].projections[0]
+    by_name = {part.weight.name: held for part, held in zip(stacked, (coarse, fine), strict=False)}
+    assert WeightFormats(by_name).of(stacked) is None, "one part is floating point, so the stack is"

@@ -41,6 +41,29 @@ SIZES: dict[str, object] = {
     "max_position_embeddings": 64,
 }
 
+LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": 16,
+    },
+}
+
 
 def parallel_decoder() -> DecoderSpec:
     """Attention and a plain MLP on one normed input, as in Phi-2,
@@ -112,6 +135,13 @@ SPECS: dict[str, DecoderSpec] = {
         | {"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": [1], "num_experts": 5}
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
     ),
+    "latent": declare(SIZES | LATENT | {"architectures": ["DeepseekV3ForCausalLM"]}),
+    "latent of the stream": declare(
+        SIZES
+        | LATENT
+        | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "n_group": 1}
+        | {"topk_method": "greedy", "attention_bias": True}
+    ),
     "olmoe": declare(SIZES | {"architectures": ["OlmoeForCausalLM"], "num_experts": 9}),
 }
 """Queries of the odd heads end within a panel of the CPU's weights."""
@@ -148,7 +178,7 @@ def run_ragged(
     for layer in model.spec.kv_layers:
         shape = (num_blocks, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
         keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
-        caches.append((keys, values))
+        caches.append((keys, keys if layer.is_latent else values))
     positions = torch.cat([torch.arange(start, start + count) for start, count in RAGGED])
     owners = torch.repeat_interleave(
         torch.arange(len(RAGGED)), torch.tensor([count for _, count in RAGGED])

@@ -21,9 +21,9 @@ static States take_states(float *&memory, int64_t padded) {
     return States{max, total, take(memory, MAX_ROWS * padded), true};
 }
 
-static Workspace lay_out(float *memory, int64_t head_size) {
+static Workspace lay_out(float *memory, const AttentionProblem &problem) {
     Workspace w;
-    const int64_t padded = padded_head(head_size);
+    const int64_t head_size = problem.cache.head_size, padded = padded_head(problem.out_size());
     w.padded = padded;
     w.query = take(memory, MAX_ROWS * padded_keys(head_size));
     w.keys = take(memory, RUN_COPIES * TILE * padded_keys(head_size));
@@ -44,7 +44,7 @@ int64_t attention_scratch(int64_t head_size) {
            RUN_COPIES * TILE * padded_values(head_size) + MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
 }
 
-int64_t state_size(int64_t head_size) { return padded_head(head_size) + LANES + 1; }
+int64_t state_size(int64_t out_size) { return padded_head(out_size) + LANES + 1; }
 
 static void clear(States &states, int64_t rows) {
     states.is_empty = false;
@@ -229,7 +229,7 @@ static void attend_tiles(const AttentionProblem &problem, const AttentionTask &t
 
 template <typename T>
 static T *out_row(const AttentionProblem &problem, const RowWalk &walk) {
-    return static_cast<T *>(problem.out) + (walk.row() * problem.num_heads + walk.query_head()) * problem.cache.head_size;
+    return static_cast<T *>(problem.out) + (walk.row() * problem.num_heads + walk.query_head()) * problem.out_size();
 }
 
 // What a row's outputs are multiplied by where a score without a value joins its total: once, when all keys have. Either of
@@ -246,13 +246,13 @@ static void store_rows(const AttentionProblem &problem, const AttentionTask &tas
     RowWalk walk(task);
     RowFetcher ahead(task);
     for (int64_t r = 0; r < task.num_rows(); ++r, walk.step()) {
-        ahead.step([&](const RowWalk &at) { return out_row<T>(problem, at); }, problem.cache.head_size);
+        ahead.step([&](const RowWalk &at) { return out_row<T>(problem, at); }, problem.out_size());
         T *to = out_row<T>(problem, walk);
         const float total = reduce_add(load(states.total + r * LANES));
         const Vec inverse = problem.sinks == nullptr ? broadcast(1.0f / total)
                                                      : share_beside(problem.sinks[walk.query_head()], states.max[r], total);
-        for (int64_t d = 0; d < problem.cache.head_size; d += LANES) {
-            store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.cache.head_size - d);
+        for (int64_t d = 0; d < problem.out_size(); d += LANES) {
+            store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.out_size() - d);
         }
     }
 }
@@ -307,7 +307,7 @@ static void attend_shared(const AttentionProblem &problem, const AttentionTask &
 
 void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch) {
     const int64_t rows = task.num_rows();
-    Workspace w = lay_out(scratch, problem.cache.head_size);
+    Workspace w = lay_out(scratch, problem);
     if (task.members != nullptr) return attend_shared(problem, task, next_task, w);
     if (task.partial != nullptr) w.running = partial_states(task.partial, rows), clear(w.running, rows);
     gather_query(problem, task, w.query);
@@ -319,8 +319,8 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, const At
 // Merge a task's partial states (one per split, ascending) in order, and store its rows.
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch) {
-    const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
-    Workspace w = lay_out(scratch, problem.cache.head_size);
+    const int64_t padded = padded_head(problem.out_size()), rows = task.num_rows();
+    Workspace w = lay_out(scratch, problem);
     clear(w.running, rows);
     for (int i = 0; i < num_partials; ++i) {
         const States from = partial_states(task.partial + i * partial_stride, rows);

@@ -42,13 +42,13 @@ inline int64_t padded_keys(int64_t head_size) { return round_up(head_size, MAX_W
 struct States {
     float *max;     // [rows], -infinity where nothing has been seen
     float *total;   // [rows][LANES]
-    float *out;     // [rows][padded head]
+    float *out;     // [rows][padded head of the outputs]
     bool is_empty;  // nothing has been seen by any row, and what they point to is not set; nor is what belongs to rows that
                     // have seen nothing, but for `max`
 };
 
 struct Workspace {
-    int64_t padded;  // head size
+    int64_t padded;  // size of a head of the outputs
     float *query;    // [MAX_ROWS][padded keys] or less, in the layout of the kernel that multiplies them
     float *keys;     // [RUN_COPIES][TILE][padded keys], likewise
     float *values;   // [RUN_COPIES][TILE][padded values], likewise

@@ -35,9 +35,67 @@ static void find_largest(const float *row, int64_t num_experts, int64_t count, i
     }
 }
 
+static void sigmoids(const float *x, int64_t count, float *out) {
+    const Vec one = broadcast(1.0f);
+    for (int64_t i = 0; i < count; i += LANES) {
+        store_up_to(out + i, div(one, add(one, exp(negate(load_up_to(x + i, count - i))))), count - i);
+    }
+}
+
+// What a group counts as: its largest value, or the sum of its largest two.
+static float group_value(const float *values, int64_t size, bool sums_best_two) {
+    float best = -__builtin_inff(), second = best;
+    for (int64_t i = 0; i < size; ++i) {
+        if (values[i] > best) {
+            second = best;
+            best = values[i];
+        } else if (values[i] > second) {
+            second = values[i];
+        }
+    }
+    return sums_best_two ? best + second : best;
+}
+
+// Copies the values to `out`, those of groups that are not among the best as minus infinity. `spare`: 4 floats a group, and 4.
+static void keep_best_groups(const ExpertRouting &routing, const float *values, float *out, float *spare) {
+    const int64_t size = routing.num_experts / routing.num_groups, count = routing.num_groups_chosen;
+    float *const totals = spare, *const best = spare + routing.num_groups;
+    int64_t *const chosen = reinterpret_cast<int64_t *>(round_up(reinterpret_cast<uintptr_t>(best + count), alignof(int64_t)));
+    for (int64_t g = 0; g < routing.num_groups; ++g) totals[g] = group_value(values + g * size, size, routing.sums_best_two);
+    find_largest(totals, routing.num_groups, count, chosen, best);
+    for (int64_t i = 0; i < routing.num_experts; ++i) out[i] = -__builtin_inff();
+    for (int64_t c = 0; c < count; ++c) memcpy(out + chosen[c] * size, values + chosen[c] * size, size * sizeof(float));
+}
+
+// The chosen sigmoids, over their sum (and a number that keeps it from being zero) if they are normalised.
+static void weigh_sigmoids(const ExpertRouting &routing, const float *scores, const int64_t *ids, float *weights) {
+    const int64_t count = routing.num_chosen;
+    for (int64_t j = 0; j < count; ++j) weights[j] = scores[ids[j]];
+    if (!routing.is_normalised) return;
+    const float sum = total(weights, count) + 1e-20f;
+    for (int64_t j = 0; j < count; ++j) weights[j] = weights[j] / sum;
+}
+
+// Shares of the softmax; `weights` are the chosen logits, larger first, and `spare` takes E floats.
+static void weigh_softmax(const ExpertRouting &routing, const float *row, float *weights, float *spare) {
+    const int64_t count = routing.num_chosen;
+    float most = weights[0];
+    if (!routing.is_normalised) {
+        for (int64_t i = 0; i < routing.num_experts; ++i) most = row[i] > most ? row[i] : most;
+    }
+    exponentials(weights, count, most, weights);
+    float sum = total(weights, count);
+    if (!routing.is_normalised) {
+        exponentials(row, routing.num_experts, most, spare);
+        sum = total(spare, routing.num_experts);
+    }
+    for (int64_t j = 0; j < count; ++j) weights[j] = weights[j] / sum;
+}
+
 void choose_experts(const ExpertRouting &routing, const float *logits, int64_t first, int64_t last, int64_t *ids,
                     float *weights, float *spare) {
     const int64_t num_experts = routing.num_experts, count = routing.num_chosen;
+    float *const kept = spare, *const scores = spare + num_experts, *const rest = scores + num_experts;
     for (int64_t t = first; t < last; ++t) {
         const float *row = logits + t * num_experts;
         int64_t *row_ids = ids + t * count;
@@ -51,15 +109,25 @@ void choose_experts(const ExpertRouting &routing, const float *logits, int64_t f
             }
             continue;
         }
-        find_largest(row, num_experts, count, row_ids, shares);
-        const float most = shares[0];
-        exponentials(shares, count, most, shares);
-        float sum = total(shares, count);
-        if (!routing.is_normalised) {
-            exponentials(row, num_experts, most, spare);
-            sum = total(spare, num_experts);
+        const float *values = row;
+        if (routing.is_sigmoid) {
+            sigmoids(row, num_experts, scores);
+            for (int64_t i = 0; i < num_experts; ++i) kept[i] = routing.bias == nullptr ? scores[i] : scores[i] + routing.bias[i];
+            values = kept;
         }
-        for (int64_t j = 0; j < count; ++j) shares[j] = shares[j] / sum;
+        if (routing.num_groups > 1) {
+            float *const masked = routing.is_sigmoid ? scores : kept;
+            keep_best_groups(routing, values, masked, rest);
+            values = masked;
+        }
+        find_largest(values, num_experts, count, row_ids, shares);
+        if (routing.is_sigmoid) {
+            sigmoids(row, num_experts, scores);
+            weigh_sigmoids(routing, scores, row_ids, shares);
+        } else {
+            weigh_softmax(routing, row, shares, kept);
+        }
+        for (int64_t j = 0; j < count; ++j) shares[j] = shares[j] * routing.factor;
     }
 }
 

@@ -33,7 +33,7 @@ void combine_experts(const ExpertSums &from, int64_t first, int64_t last, void *
 
 int64_t max_task_rows(const AttentionProblem &problem);
 int64_t attention_scratch(int64_t head_size);
-int64_t state_size(int64_t head_size);
+int64_t state_size(int64_t out_size);
 void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch);
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch);

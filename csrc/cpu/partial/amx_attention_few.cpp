@@ -244,15 +244,15 @@ QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const fl
 template <KVFormat F, int ROWS_NOW>
 __attribute__((noinline)) static void weigh_directly(const Turn &turn) {
     constexpr int VECS = ROWS_NOW <= 2 ? 4 : ROWS_NOW <= 4 ? 2 : 1;
-    const int64_t head_size = turn.problem.cache.head_size;
+    const int64_t size = turn.problem.out_size();
     for (int k = 0; k < VALUE_STEPS; ++k) {
         const char *const *rows = turn.tile.rows + TILE + k * PAIRED;
         const float *weights = turn.w.scores + k * PAIRED;
         int64_t first = 0;
-        for (; first + VECS * LANES <= head_size; first += VECS * LANES) {
+        for (; first + VECS * LANES <= size; first += VECS * LANES) {
             weigh_positions<F, ROWS_NOW, VECS, true>(turn, rows, weights, first);
         }
-        for (; first < head_size; first += LANES) weigh_positions<F, ROWS_NOW, 1, false>(turn, rows, weights, first);
+        for (; first < size; first += LANES) weigh_positions<F, ROWS_NOW, 1, false>(turn, rows, weights, first);
     }
 }
 

@@ -343,9 +343,9 @@ QINLINE void weigh_piece(const Turn &turn, int64_t first) {
 template <KVFormat F, int ROWS>
 __attribute__((noinline)) static void weigh_directly(const Turn &turn) {
     constexpr int VECS = ROWS <= 2 ? 8 : 2;
-    const int64_t head_size = turn.problem.cache.head_size;
+    const int64_t size = turn.problem.out_size();
     int64_t first = 0;
-    for (; first + VECS * LANES <= head_size; first += VECS * LANES) weigh_piece<F, ROWS, VECS, true>(turn, first);
+    for (; first + VECS * LANES <= size; first += VECS * LANES) weigh_piece<F, ROWS, VECS, true>(turn, first);
     for (; first + PAIRED <= turn.w.padded; first += PAIRED) weigh_piece<F, ROWS, 2, false>(turn, first);
     if (first < turn.w.padded) weigh_piece<F, ROWS, 1, false>(turn, first);
 }

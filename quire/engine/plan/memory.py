@@ -13,6 +13,7 @@ from quire.models.declaration import (
     BlockSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentAttentionSpec,
     Mixer,
     MlpSpec,
 )
@@ -61,5 +62,8 @@ def _mixer_width(mixer: Mixer) -> int:
         shared = 0 if mixer.shared is None else _mixer_width(mixer.shared)
         width = mixer.router.num_inputs + 2 * mixer.inner
         return len(mixer.experts) + mixer.routing.num_chosen * width + shared
+    if isinstance(mixer, LatentAttentionSpec):
+        kept = mixer.down.num_outputs + mixer.query.num_outputs
+        return kept + mixer.num_heads * (2 * mixer.rank + mixer.head_dim)
     first = sum(part.num_outputs for part in mixer.projections[0])
     return first + (first if isinstance(mixer, AttentionSpec) else mixer.down.num_inputs)

@@ -75,12 +75,27 @@ def linear_draws(
     drawn: int,
     /,
 ) -> None: ...
+
+class ExpertRouting:
+    """See csrc/cpu/dispatch.hpp; does not keep the bias alive."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_chosen: int,
+        is_normalised: bool,
+        is_sigmoid: bool,
+        num_groups: int,
+        num_groups_chosen: int,
+        sums_best_two: bool,
+        factor: float,
+        bias: int,
+    ) -> None: ...
+
 def choose_experts(
+    routing: ExpertRouting,
     logits: int,
     num_tokens: int,
-    num_experts: int,
-    num_chosen: int,
-    is_normalised: bool,
     ids: int,
     weights: int,
     /,
@@ -93,6 +108,16 @@ def apply_experts(
     ids: int,
     weights: int,
     num_chosen: int,
+    x: int,
+    dtype: int,
+    num_tokens: int,
+    out: int,
+    /,
+) -> None: ...
+def head_linear(
+    weight: LinearWeight,
+    num_heads: int,
+    size: int,
     x: int,
     dtype: int,
     num_tokens: int,
@@ -171,6 +196,7 @@ def rope(
     half: int,
     num_positions: int,
     is_interleaved: bool,
+    start: int,
     /,
 ) -> None: ...
 
@@ -224,6 +250,7 @@ def paged_attention(
     window: int,
     soft_cap: float,
     sinks: int,
+    value_size: int,
     /,
 ) -> None: ...
 def bidirectional_attention(
@@ -385,8 +412,9 @@ class Operations:
         bias_reach: int,
         down: LinearWeight | None,
         router: LinearWeight | None,
-        num_chosen: int,
-        is_normalised: bool,
+        routing: ExpertRouting | None,
+        is_interleaved: bool,
+        value_size: int,
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""

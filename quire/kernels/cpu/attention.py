@@ -21,7 +21,7 @@ from quire.kernels.cpu.checks import (
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.kv_cache import head_size_of
 
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE = 576
 KV_FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
@@ -85,6 +85,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    value_size: int | None = None,
 ) -> Tensor:
     """See `Kernels.paged_attention`; the query may be a view whose last two
     dimensions are contiguous."""
@@ -108,7 +109,8 @@ def paged_attention(
         )
     num_sequences = check_batch(batch)
     wide_sinks = None if sinks is None else native_sinks(sinks, num_heads)
-    out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
+    value_size = head_size if value_size is None else value_size
+    out = torch.empty((num_tokens, num_heads, value_size), dtype=query.dtype)
     _native.paged_attention(
         query_data,
         out.data_ptr(),
@@ -132,6 +134,7 @@ def paged_attention(
         window or 0,
         soft_cap or 0.0,
         0 if wide_sinks is None else address(wide_sinks, "sinks"),
+        value_size,
     )
     return out
 

@@ -147,7 +147,14 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    start: int = 0,
+) -> None:
     """See `Kernels.rope`; a position outside the table raises ValueError."""
     require(
         cos_sin.dim() == 3 and cos_sin.shape[1] == 2,
@@ -159,8 +166,10 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = F
     data = heads_address(x, "x")
     num_tokens, num_heads, head_size = x.shape
     num_positions, _, half = cos_sin.shape
-    if 2 * half > head_size:
-        raise ValueError(f"rope: {2 * half} rotated dimensions in a head of {head_size}")
+    if not 0 <= start <= head_size - 2 * half:
+        raise ValueError(
+            f"rope: {2 * half} rotated dimensions from {start} on in a head of {head_size}"
+        )
     _native.rope(
         data,
         indices_address(positions, "positions", num_tokens),
@@ -173,4 +182,5 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = F
         half,
         num_positions,
         interleaved,
+        start,
     )

@@ -1,5 +1,5 @@
-"""Mixtures of experts on the CPU: all chosen experts of all tokens in two parallel regions
-(csrc/cpu/experts.cpp)."""
+"""Weights that stack others, on the CPU: mixtures of experts, all chosen ones of all tokens in two
+parallel regions (csrc/cpu/experts.cpp), and weights of heads (csrc/cpu/head_linear.cpp)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import address, float_code
 from quire.kernels.cpu.linear import CpuLinear
-from quire.kernels.experts import check_choice, count_experts
+from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
 from quire.program.operations import Gating, Routing, gating_code
 
@@ -27,17 +27,30 @@ def reasons_against(hidden: int, inner: int) -> list[str]:
     return reasons
 
 
-def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
+def native_routing(routing: Routing, bias: Tensor | None = None) -> _native.ExpertRouting:
+    """Return a routing as native callers take it; it does not keep the bias alive."""
+    return _native.ExpertRouting(
+        num_experts=routing.num_experts,
+        num_chosen=routing.num_chosen,
+        is_normalised=routing.is_normalised,
+        is_sigmoid=routing.scoring == "sigmoid",
+        num_groups=routing.num_groups,
+        num_groups_chosen=routing.num_groups_chosen,
+        sums_best_two=routing.group_value == "best_two",
+        factor=routing.factor,
+        bias=0 if bias is None else address(bias, "the routers' bias"),
+    )
+
+
+def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ExpertChoice:
     """See `Kernels.choose_experts`."""
-    check_choice(logits, routing)
+    check_choice(logits, routing, bias)
     shape = (logits.shape[0], routing.num_chosen)
     ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
     _native.choose_experts(
+        native_routing(routing, bias),
         address(logits, "logits"),
         logits.shape[0],
-        routing.num_experts,
-        routing.num_chosen,
-        routing.is_normalised,
         ids.data_ptr(),
         weights.data_ptr(),
     )
@@ -67,6 +80,28 @@ def apply_experts(
         address(x, "x"),
         float_code(x, "x"),
         x.shape[0],
+        out.data_ptr(),
+    )
+    return out
+
+
+def head_linear(x: Tensor, weight: PackedLinear) -> Tensor:
+    """See `Kernels.head_linear`; a multiple of `PANEL` outputs for each head."""
+    num_heads = check_heads(x, weight)
+    if not isinstance(weight, CpuLinear):
+        raise TypeError(
+            f"head_linear: the weight was packed by another back end ({type(weight).__name__})"
+        )
+    num_tokens, _, size = x.shape
+    out_size = weight.num_outputs // num_heads + size - weight.num_inputs
+    out = torch.empty((num_tokens, num_heads, out_size), dtype=x.dtype)
+    _native.head_linear(
+        weight.native,
+        num_heads,
+        size,
+        address(x, "x"),
+        float_code(x, "x"),
+        num_tokens,
         out.data_ptr(),
     )
     return out

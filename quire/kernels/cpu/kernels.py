@@ -38,6 +38,7 @@ class CpuKernels:
     gate_rows = staticmethod(elementwise.gate_rows)
     choose_experts = staticmethod(experts.choose_experts)
     apply_experts = staticmethod(experts.apply_experts)
+    head_linear = staticmethod(experts.head_linear)
     rope = staticmethod(elementwise.rope)
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)

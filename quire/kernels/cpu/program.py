@@ -48,6 +48,7 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8,
     ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
     ops.Place: 13, ops.Take: 14,
+    ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
@@ -55,7 +56,7 @@ NO_FIELDS: dict[str, Any] = {
     "weight": None, "first_output": 0, "number": -1, "activation": 0, "heads": (0, 0, 1), "rope": 0,
     "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0, "sinks": 0,
     "bias": 0, "bias_reach": 0,
-    "down": None, "router": None, "num_chosen": 0, "is_normalised": False,
+    "down": None, "router": None, "routing": None, "is_interleaved": False, "value_size": 0,
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
 
@@ -78,7 +79,17 @@ def reasons_against(program: Program) -> list[str]:
         for each in program.operations
         if isinstance(each, ops.Experts)
     }
-    return reasons + [each for pair in sorted(widths) for each in experts.reasons_against(*pair)]
+    reasons += [each for pair in sorted(widths) for each in experts.reasons_against(*pair)]
+    outputs = {
+        program.widths[each.outputs[0]] // each.num_heads - each.rest
+        for each in program.operations
+        if isinstance(each, ops.HeadLinear)
+    }
+    return reasons + [
+        f"has weights of heads with outputs that {PANEL} divides, not {size}"
+        for size in sorted(outputs)
+        if size % PANEL
+    ]
 
 
 def _fused(program: Program) -> Program:
@@ -229,12 +240,15 @@ class _Writer:
                 return {"activation": activation_code(activation)}
             case ops.PrepareHeads():
                 return self._preparation(operation)
+            case ops.HeadLinear() | ops.RotateTails() | ops.WriteLatent():
+                return self._latent_fields(operation)
             case ops.Attend(
                 heads=heads, cache=cache, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks
             ):
                 fields = {
                     "heads": heads.sizes, "cache": cache, "scale": scale,
                     "soft_cap": soft_cap or 0.0, "window": window or 0,
+                    "value_size": operation.value_size or 0,
                 }  # fmt: skip
                 return fields if sinks is None else fields | {"sinks": self._sinks(sinks, heads)}
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
@@ -263,15 +277,40 @@ class _Writer:
             fields["cache"] = operation.cache
         return fields
 
+    def _latent_fields(
+        self, operation: ops.HeadLinear | ops.RotateTails | ops.WriteLatent
+    ) -> dict[str, Any]:
+        width = self._program.widths[operation.inputs[0]]
+        fields: dict[str, Any] = {}
+        if isinstance(operation, ops.WriteLatent):
+            shape = (0, 1, width)
+            fields = {"norm": self._norm_weight(operation.norm), "cache": operation.cache}
+        else:
+            shape = (operation.num_heads, 0, width // operation.num_heads)
+        if isinstance(operation, ops.HeadLinear):
+            return {"heads": shape, "weight": self._linear_weight(operation.weight)}
+        rope = self._rope(operation.table, shape[2])
+        return fields | {
+            "heads": shape, "rope": address(rope, "rope"), "rope_half": rope.shape[-1],
+            "is_interleaved": operation.is_interleaved,
+        }  # fmt: skip
+
     def _experts(self, operation: ops.Experts) -> dict[str, Any]:
         return {
             "router": self._linear_weight(operation.router),
             "weight": self._linear_weight(operation.up),
             "down": self._linear_weight(operation.down),
-            "num_chosen": operation.routing.num_chosen,
-            "is_normalised": operation.routing.is_normalised,
+            "routing": self._routing(operation),
             "activation": gating_code(operation.activation),
         }
+
+    def _routing(self, operation: ops.Experts) -> _native.ExpertRouting:
+        bias = None if operation.bias is None else self._weights.vectors[operation.bias]
+        size = operation.routing.num_experts
+        if bias is not None:
+            fits = bias.dtype == torch.float32 and bias.shape == (size,)
+            require(fits, f"step: expected a router's bias float32 [{size}]", bias)
+        return experts.native_routing(operation.routing, bias)
 
     def _linear_weight(self, index: int) -> _native.LinearWeight:
         weight = self._weights.linears[index]

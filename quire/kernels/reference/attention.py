@@ -22,7 +22,8 @@ def write_kv(
     """Scatter [T, KV heads, D] into caches [B, KV heads, block size, row]."""
     block_size = key_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    for rows, cache in ((key, key_cache), (value, value_cache)):
+    pairs = [(key, key_cache)] + [(value, value_cache)] * (value_cache is not key_cache)
+    for rows, cache in pairs:
         _raw(cache)[blocks, :, offsets] = _raw(_stored(rows, cache.dtype))
 
 
@@ -73,15 +74,17 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    value_size: int | None = None,
 ) -> Tensor:
     """Attend with one query row at a time over the keys it can see,
     so nothing else in the batch can reach its arithmetic."""
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], value_size or query.shape[2])
     query_start, context_len = batch.query_start.tolist(), batch.context_len.tolist()
     for index, context in enumerate(context_len):
         start, end = query_start[index], query_start[index + 1]
         table = batch.block_tables[index]
         keys, values = _gather(key_cache, table, context), _gather(value_cache, table, context)
+        values = values[..., : out.shape[2]]
         for row in range(start, end):
             last = context - (end - row)  # this row's own position
             first = 0 if window is None else max(0, last - window + 1)
@@ -147,4 +150,4 @@ def _attend(
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
-    return (weights.unsqueeze(-1) * values.unsqueeze(1)).sum(2).view_as(query)
+    return (weights.unsqueeze(-1) * values.unsqueeze(1)).sum(2).flatten(0, 1)

@@ -88,12 +88,19 @@ def _activation(x: Tensor, activation: Activation) -> Tensor:
     raise ValueError(f"activation {activation!r} is not one of silu, gelu, gelu_tanh, gelu_sigmoid")
 
 
-def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
-    """Su et al., "RoFormer", 2021: rotate pairs of the leading dimensions of x in place,
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    start: int = 0,
+) -> None:
+    """Su et al., "RoFormer", 2021: rotate pairs of the dimensions of x from `start` on in place,
     in float32."""
     half = cos_sin.shape[2]
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)  # [T, 1, half] each
-    rotated = x[..., : 2 * half]
+    rotated = x[..., start : start + 2 * half]
     wide = rotated.float()
     first, second = (
         (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import check_choice, count_experts
+from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
 from quire.kernels.reference import linear
 from quire.kernels.reference.linear import ReferenceLinear, ReferenceQuantizedLinear
@@ -15,19 +15,43 @@ from quire.kernels.reference.sampling import best_first
 from quire.program.operations import Gating, Routing
 
 
-def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
+def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ExpertChoice:
     """See `Kernels.choose_experts`."""
-    check_choice(logits, routing)
+    check_choice(logits, routing, bias)
     shape = (logits.shape[0], routing.num_chosen)
     ids = torch.zeros(shape, dtype=torch.int64)
     weights = torch.full(shape, torch.nan)
     for i, row in enumerate(logits):
         if row.isfinite().all():
-            ids[i] = best_first(row, routing.num_chosen)
-            shares = torch.exp(row - row.max())
-            chosen = shares[ids[i]]
-            weights[i] = chosen / (chosen if routing.is_normalised else shares).sum(-1)
-    return ExpertChoice(ids, weights)
+            is_sigmoid = routing.scoring == "sigmoid"
+            scores = 1.0 / (1.0 + torch.exp(-row)) if is_sigmoid else row
+            values = scores if bias is None else scores + bias
+            ids[i] = best_first(_in_best_groups(values, routing), routing.num_chosen)
+            if is_sigmoid:
+                weights[i] = _sigmoid_shares(scores[ids[i]], routing)
+            else:
+                weights[i] = _softmax_shares(row, ids[i], routing)
+    return ExpertChoice(ids, weights * routing.factor)
+
+
+def _in_best_groups(values: Tensor, routing: Routing) -> Tensor:
+    """Return values [E], those of groups that are not among the best as minus infinity."""
+    groups = values.view(routing.num_groups, -1)
+    best = groups.topk(1 if routing.group_value == "best" else 2).values.sum(-1)
+    chosen = best_first(best, routing.num_groups_chosen)
+    kept = torch.full_like(groups, -torch.inf)
+    kept[chosen] = groups[chosen]
+    return kept.view(-1)
+
+
+def _softmax_shares(row: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    shares = torch.exp(row - row.max())
+    chosen = shares[ids]
+    return chosen / (chosen if routing.is_normalised else shares).sum(-1)
+
+
+def _sigmoid_shares(chosen: Tensor, routing: Routing) -> Tensor:
+    return chosen / (chosen.sum(-1) + 1e-20) if routing.is_normalised else chosen
 
 
 def apply_experts(
@@ -41,15 +65,25 @@ def apply_experts(
         total = torch.zeros(1, x.shape[1])
         for expert, weight in zip(choice.ids[t].tolist(), choice.weights[t], strict=True):
             if 0 <= expert < num_experts:
-                inner = linear.gated_linear(row, _part(up, expert, num_experts), activation)
-                result = linear.linear(inner, _part(down, expert, num_experts), out_dtype="float32")
+                inner = linear.gated_linear(row, part(up, expert, num_experts), activation)
+                result = linear.linear(inner, part(down, expert, num_experts), out_dtype="float32")
                 total += weight * result
         out[t] = total[0].to(x.dtype)
     return out
 
 
-def _part(weight: PackedLinear, index: int, count: int) -> PackedLinear:
-    """Return the part of one expert."""
+def head_linear(x: Tensor, weight: PackedLinear) -> Tensor:
+    """See `Kernels.head_linear`."""
+    num_heads, num_inputs = check_heads(x, weight), weight.num_inputs
+    found = [
+        linear.linear(x[:, head, :num_inputs].contiguous(), part(weight, head, num_heads))
+        for head in range(num_heads)
+    ]
+    return torch.cat([torch.stack(found, dim=1), x[..., num_inputs:]], dim=-1)
+
+
+def part(weight: PackedLinear, index: int, count: int) -> PackedLinear:
+    """Return the part of one expert, or of one head."""
     size = weight.num_outputs // count
     rows = slice(index * size, (index + 1) * size)
     if isinstance(weight, ReferenceLinear):

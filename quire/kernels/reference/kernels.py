@@ -40,6 +40,7 @@ class ReferenceKernels:
     gate_rows = staticmethod(elementwise.gate_rows)
     choose_experts = staticmethod(experts.choose_experts)
     apply_experts = staticmethod(experts.apply_experts)
+    head_linear = staticmethod(experts.head_linear)
     rope = staticmethod(elementwise.rope)
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)

@@ -380,7 +380,7 @@ def paged_attention(
         query, key_cache, value_cache, out, tuning, scale, window, soft_cap, sinks, has_fp8
     )
     num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
-    can_be_apart = num_splits > 1 and _partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
+    can_be_apart = num_splits > 1 and partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
     # A batch with very many new tokens shares the reading of a prefix anyway, among those of one
     # sequence.
     shared = batch.shared if window is None and can_be_apart else None
@@ -388,13 +388,13 @@ def paged_attention(
         launch.num_programs(batch.context_len.numel()) < PROGRAMS_AT_ONCE * tuning.num_programs
     )
     if can_be_apart and (shared is not None or is_idle):
-        partials = _partials(query, num_splits)
+        partials = room_for_partials(query, num_splits)
         if shared is None:
             launch(batch, num_splits, partials)
         else:
             launch(shared, num_splits, partials, (shared.shared_len, _BELOW))
             launch(batch, num_splits, partials, (shared.known_len, _FROM))
-        _merge(out, partials, num_splits, sinks)
+        merge_splits(out, partials, num_splits, sinks)
     else:
         launch(batch, num_splits)
     return out
@@ -490,13 +490,13 @@ def shared_prefix_unit(tuning: Tuning) -> int:
     )
 
 
-def _partial_bytes(query: Tensor, num_splits: int) -> int:
-    """Return the bytes that `_partials` takes."""
+def partial_bytes(query: Tensor, num_splits: int) -> int:
+    """Return the bytes that `room_for_partials` takes."""
     num_tokens, num_heads, head_size = query.shape
     return num_tokens * num_heads * num_splits * (head_size + 2) * 4
 
 
-def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+def room_for_partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
     """Room for every row's splits: sums [T, heads, splits, D], maxima and totals [T, heads, splits,
     2]."""
     num_tokens, num_heads, head_size = query.shape
@@ -505,9 +505,10 @@ def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
     return sums, torch.empty((*shape[:3], 2), dtype=torch.float32, device=query.device)
 
 
-def _merge(
-    out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int, sinks: Tensor | None
+def merge_splits(
+    out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int, sinks: Tensor | None = None
 ) -> None:
+    """Merge the splits of every row into out [T, heads, D]."""
     num_rows, head_size = out.shape[0] * out.shape[1], out.shape[2]
     block_m = 4
     merge_kernel[(triton.cdiv(num_rows, block_m),)](

@@ -46,14 +46,16 @@ def turned(first, second, cos_sin, position, pairs, is_pair, NUM_PAIRS: tl.const
 @triton.jit
 def rope_kernel(
     x, positions, cos_sin, stride, num_heads, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    START: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Token program_id(0), BLOCK_H heads at program_id(1): rotates in place."""
+    """Token program_id(0), BLOCK_H heads at program_id(1): rotates in place, from element START of
+    a head on."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     pairs = tl.arange(0, BLOCK_P)[None, :]
     is_pair = (heads < num_heads) & (pairs < NUM_PAIRS)
-    start = x + token * stride + heads * HEAD_SIZE
+    start = x + token * stride + heads * HEAD_SIZE + START
     if IS_INTERLEAVED:
         first_at, second_at = start + 2 * pairs, start + 2 * pairs + 1
     else:
@@ -71,18 +73,19 @@ def rope_kernel(
 def write_kernel(
     key, value, key_cache, value_cache, key_scales, value_scales, slots, key_stride, value_stride,
     num_kv_heads, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Token program_id(0), KV head program_id(1)."""
+    """Token program_id(0), KV head program_id(1); keys alone, unless HAS_VALUES."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, HEAD_PADDED)
     is_dim = dims < HEAD_SIZE
     slot = tl.load(slots + token)
     row = (slot // BLOCK_SIZE * num_kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     k = tl.load(key + token * key_stride + head * HEAD_SIZE + dims, mask=is_dim, other=0.0)
-    v = tl.load(value + token * value_stride + head * HEAD_SIZE + dims, mask=is_dim, other=0.0)
     store_row(key_cache, key_scales, row, k, dims, is_dim, HEAD_SIZE, FORMAT)
-    store_row(value_cache, value_scales, row, v, dims, is_dim, HEAD_SIZE, FORMAT)
+    if HAS_VALUES:
+        v = tl.load(value + token * value_stride + head * HEAD_SIZE + dims, mask=is_dim, other=0.0)
+        store_row(value_cache, value_scales, row, v, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -223,7 +226,14 @@ def enter(
     return query
 
 
-def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    interleaved: bool = False,
+    start: int = 0,
+) -> None:
     """See `Kernels.rope`."""
     check_heads(x, "x")
     check_indices(positions, "positions", x.shape[0])
@@ -232,7 +242,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = F
     fits = (
         cos_sin.dim() == 3
         and cos_sin.shape[1] == 2
-        and 2 * num_pairs <= head_size
+        and 0 <= start <= head_size - 2 * num_pairs
         and cos_sin.dtype == torch.float32
     )
     require(
@@ -244,8 +254,8 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = F
         block_h = min(8, triton.next_power_of_2(num_heads))
         rope_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
             x, positions, cos_sin, x.stride(0), num_heads, HEAD_SIZE=head_size, NUM_PAIRS=num_pairs,
-            BLOCK_H=block_h, BLOCK_P=triton.next_power_of_2(num_pairs), IS_INTERLEAVED=interleaved,
-            **launch_options(2),
+            START=start, BLOCK_H=block_h, BLOCK_P=triton.next_power_of_2(num_pairs),
+            IS_INTERLEAVED=interleaved, **launch_options(2),
         )  # fmt: skip
 
 
@@ -277,7 +287,8 @@ def write_kv(
         write_kernel[(num_tokens, num_kv_heads)](
             key, value, keys, values, key_scales, value_scales, slots, key.stride(0),
             value.stride(0), num_kv_heads, BLOCK_SIZE=block_size, HEAD_SIZE=head_size,
-            HEAD_PADDED=triton.next_power_of_2(head_size), FORMAT=form, **launch_options(1),
+            HEAD_PADDED=triton.next_power_of_2(head_size), FORMAT=form,
+            HAS_VALUES=value_cache is not key_cache, **launch_options(1),
         )  # fmt: skip
 
 

@@ -20,10 +20,40 @@ from quire.kernels.triton.integer_gemm import FLOAT_INPUTS, chunk_sums, store_ou
 
 
 @triton.jit
+def _first_of(values, best, lanes, BLOCK: tl.constexpr):
+    """The lowest lane that holds `best`."""
+    return tl.min(tl.where(values == best, lanes, BLOCK), axis=0)
+
+
+@triton.jit
+def _in_best_groups(
+    values, lanes, group_size, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, SUMS_BEST_TWO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values [BLOCK], those of groups that are not among the best as minus infinity."""
+    groups = tl.arange(0, GROUPS_PADDED)
+    totals = tl.full([GROUPS_PADDED], float("-inf"), tl.float32)
+    for group in range(0, GROUPS):
+        own = tl.where(lanes // group_size == group, values, float("-inf"))
+        total = tl.max(own, axis=0)
+        if SUMS_BEST_TWO:
+            place = _first_of(own, total, lanes, BLOCK)
+            total += tl.max(tl.where(lanes == place, float("-inf"), own), axis=0)
+        totals = tl.where(groups == group, total, totals)
+    kept = tl.full([BLOCK], float("-inf"), tl.float32)
+    for _ in range(0, GROUPS_CHOSEN):
+        group = _first_of(totals, tl.max(totals, axis=0), groups, GROUPS_PADDED)
+        kept = tl.where(lanes // group_size == group, values, kept)
+        totals = tl.where(groups == group, float("-inf"), totals)
+    return kept
+
+
+@triton.jit
 def choose_kernel(
-    logits, ids, weights, num_experts, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
+    logits, bias, ids, weights, num_experts, factor, COUNT: tl.constexpr,
+    COUNT_PADDED: tl.constexpr, BLOCK: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr, GROUPS_PADDED: tl.constexpr, SUMS_BEST_TWO: tl.constexpr,
 ):  # fmt: skip
     """The COUNT best of row program_id(0) of logits [T, E], and what they weigh."""
     token = tl.program_id(0).to(tl.int64)
@@ -36,18 +66,35 @@ def choose_kernel(
         > 0
     )
     row = tl.where(is_broken & (lanes < num_experts), 0.0, row)
-    shares = tl.exp(row - tl.max(row, axis=0))
+    if IS_SIGMOID:
+        ones = tl.full([BLOCK], 1.0, tl.float32)
+        shares = tl.div_rn(ones, ones + tl.exp(-row))
+        row = tl.where(lanes < num_experts, shares, float("-inf"))
+        if HAS_BIAS:
+            row += tl.load(bias + lanes, mask=lanes < num_experts, other=0.0)
+    else:
+        shares = tl.exp(row - tl.max(row, axis=0))
+    if GROUPS > 1:
+        row = _in_best_groups(
+            row, lanes, num_experts // GROUPS, GROUPS, GROUPS_CHOSEN, GROUPS_PADDED, SUMS_BEST_TWO,
+            BLOCK,
+        )  # fmt: skip
     chosen_ids = tl.zeros([COUNT_PADDED], tl.int32)
     chosen = tl.zeros([COUNT_PADDED], tl.float32)
     for j in range(0, COUNT):
         best = tl.max(row, axis=0)
-        place = tl.min(tl.where(row == best, lanes, BLOCK), axis=0)
+        place = _first_of(row, best, lanes, BLOCK)
         share = tl.sum(tl.where(lanes == place, shares, 0.0), axis=0)
         chosen_ids = tl.where(places == j, place, chosen_ids)
         chosen = tl.where(places == j, share, chosen)
         row = tl.where(lanes == place, float("-inf"), row)
-    total = tl.sum(chosen, axis=0) if IS_NORMALISED else tl.sum(shares, axis=0)
-    result = tl.div_rn(chosen, tl.zeros([COUNT_PADDED], tl.float32) + total)
+    result = chosen
+    if IS_NORMALISED or not IS_SIGMOID:
+        total = tl.sum(chosen, axis=0) if IS_NORMALISED else tl.sum(shares, axis=0)
+        if IS_SIGMOID:
+            total += 1e-20
+        result = tl.div_rn(chosen, tl.zeros([COUNT_PADDED], tl.float32) + total)
+    result *= factor
     there = token * COUNT + places
     tl.store(ids + there, tl.where(is_broken, 0, chosen_ids).to(tl.int64), mask=places < COUNT)
     tl.store(weights + there, tl.where(is_broken, float("nan"), result), mask=places < COUNT)

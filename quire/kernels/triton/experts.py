@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.experts import check_choice, count_experts
+from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.checks import check_floats, launch_options
@@ -28,18 +28,22 @@ _SORT_BLOCK = 2048
 _COMBINE_BLOCK = 1024
 
 
-def choose_experts(logits: Tensor, routing: Routing) -> ExpertChoice:
+def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ExpertChoice:
     """See `Kernels.choose_experts`."""
-    check_choice(logits, routing)
+    check_choice(logits, routing, bias)
     check_floats(logits, "logits")
     (num_tokens, num_experts), count = logits.shape, routing.num_chosen
     ids = torch.empty((num_tokens, count), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, count), dtype=torch.float32, device=logits.device)
     if num_tokens:
         choose_kernel[(num_tokens,)](
-            logits, ids, weights, num_experts, COUNT=count,
-            COUNT_PADDED=triton.next_power_of_2(count), BLOCK=triton.next_power_of_2(num_experts),
-            IS_NORMALISED=routing.is_normalised, **launch_options(1),
+            logits, logits if bias is None else bias, ids, weights, num_experts, routing.factor,
+            COUNT=count, COUNT_PADDED=triton.next_power_of_2(count),
+            BLOCK=triton.next_power_of_2(num_experts), IS_NORMALISED=routing.is_normalised,
+            IS_SIGMOID=routing.scoring == "sigmoid", HAS_BIAS=bias is not None,
+            GROUPS=routing.num_groups, GROUPS_CHOSEN=routing.num_groups_chosen,
+            GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
+            SUMS_BEST_TWO=routing.group_value == "best_two", **launch_options(1),
         )  # fmt: skip
     return ExpertChoice(ids, weights)
 
@@ -94,6 +98,32 @@ def arrange_experts(weight: PackedLinear, num_experts: int) -> FloatLinear | Int
     elif not isinstance(weight, FloatLinear):
         raise TypeError(
             f"experts: the weight was packed by another back end ({type(weight).__name__})"
+        )
+    return weight
+
+
+def head_linear(x: Tensor, weight: PackedLinear) -> Tensor:
+    """See `Kernels.head_linear`: heads are experts that every token chooses."""
+    check_floats(x, "head_linear: x")
+    num_heads, weight = check_heads(x, weight), _floats(weight)
+    num_tokens, num_inputs = x.shape[0], weight.num_inputs
+    num_outputs = weight.num_outputs // num_heads
+    places = torch.arange(num_tokens * num_heads, dtype=torch.int32, device=x.device)
+    order = places.view(num_tokens, num_heads).T.contiguous().view(-1)
+    starts = torch.arange(num_heads + 1, dtype=torch.int32, device=x.device) * num_tokens
+    rows = x[:, :, :num_inputs].transpose(0, 1).contiguous().view(-1, num_inputs)
+    out = torch.empty((len(order), num_outputs), dtype=torch.float32, device=x.device)
+    if num_tokens:
+        _launch(rows, weight, num_heads, (order, starts), out, NO_ACTIVATION)
+    products = out.view(num_tokens, num_heads, num_outputs).to(x.dtype)
+    return torch.cat([products, x[:, :, num_inputs:]], dim=-1)
+
+
+def _floats(weight: PackedLinear) -> FloatLinear:
+    if not isinstance(weight, FloatLinear) or weight.bias is not None:
+        raise TypeError(
+            "head_linear: expected a floating-point weight without a bias, packed by this back "
+            f"end, not {type(weight).__name__}"
         )
     return weight
 

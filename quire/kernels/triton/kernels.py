@@ -31,6 +31,7 @@ from quire.kernels.triton import (
 )
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
+from quire.kernels.triton.latent_attention import MAX_LATENT, MAX_TAIL, latent_attention
 from quire.kernels.triton.library_attention import LibraryAttention
 from quire.kernels.triton.linear import FloatLinear, ProductOptions
 from quire.kernels.triton.program import TritonProgram
@@ -81,6 +82,7 @@ class TritonKernels:
     gate_rows = staticmethod(reference_elementwise.gate_rows)
     choose_experts = staticmethod(experts.choose_experts)
     apply_experts = staticmethod(experts.apply_experts)
+    head_linear = staticmethod(experts.head_linear)
     rope = staticmethod(cache.rope)
     write_kv = staticmethod(cache.write_kv)
     copy_blocks = staticmethod(cache.copy_blocks)
@@ -169,8 +171,16 @@ class TritonKernels:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        value_size: int | None = None,
     ) -> Tensor:
-        """See `Kernels.paged_attention`."""
+        """See `Kernels.paged_attention`; with a `value_size`, the caches are one tensor."""
+        if value_size is not None:
+            if window is not None or soft_cap is not None or sinks is not None:
+                raise ValueError("latent attention has no windows, soft caps or sinks")
+            return latent_attention(
+                query, key_cache, batch, self.tuning, scale=scale, value_size=value_size,
+                has_fp8=self.options.has_fp8,
+            )  # fmt: skip
         if self._library_attention is not None and query.shape[0]:
             if sinks is not None:
                 raise ValueError("paged_attention: the libraries' attention is used without sinks")
@@ -189,7 +199,18 @@ class TritonKernels:
             isinstance(each, ops.Linear | ops.GatedLinear) and each.is_adaptable
             for each in program.operations
         )
-        return [NO_ADAPTERS] if takes_adapters else []
+        latents = {
+            (each.value_size, each.heads.head_dim - each.value_size)
+            for each in program.operations
+            if isinstance(each, ops.Attend) and each.value_size is not None
+        }
+        wide = [
+            f"attends to latents of up to {MAX_LATENT} elements and {MAX_TAIL} rotated ones, not "
+            f"of {size} and {tail}"
+            for size, tail in sorted(latents)
+            if size > MAX_LATENT or tail > MAX_TAIL
+        ]
+        return [NO_ADAPTERS] * takes_adapters + wide
 
     def pack_adapter(self, weights: Mapping[int, LoraWeight], num_weights: int) -> PackedAdapter:
         """Refused, as are programs that take adapters."""

@@ -37,6 +37,7 @@ STARTS, LENGTHS = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([4], dty
 TABLE = torch.zeros(1, 1, dtype=torch.int32)
 IDS = torch.tensor([0, 1, 2, 3])
 PACKED = pack_linear(torch.randn(48, 32))
+HEAD_WEIGHT = pack_linear(torch.randn(32, 12))
 SUMS = torch.zeros(4, 48)
 LOGITS = torch.randn(4, 50)
 VALUES = torch.zeros(4)
@@ -56,7 +57,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "is_finite": (X, 0, 128),
     "activate": (X, OUT, 0, 0, 128),
     "gated": (PAIRS, HALF, 0, 0, 4, 32),
-    "rope": (HEADS, POSITIONS, ANGLES, 0, 4, 32, 2, 16, 4, 8, False),
+    "rope": (HEADS, POSITIONS, ANGLES, 0, 4, 32, 2, 16, 4, 8, False, 0),
     "write_kv": (HEADS, HEADS, *CACHES, SLOTS, 0, 0, 4, 32, 32, 2, 16, 3, 8),
     "copy_blocks": (CACHES[0], 3, 1024, torch.tensor([0]), torch.tensor([1]), 1),
     "paged_attention": (
@@ -81,7 +82,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
         0,
         0.0,
         0,
+        16,
     ),
+    "head_linear": (HEAD_WEIGHT.native, 2, 16, HEADS, 0, 4, torch.zeros(4, 2, 20)),
     "linear": (PACKED.native, X, 0, 4, SUMS, 0),
     "linear_gated": (PACKED.native, 0, X, 0, 4, torch.zeros(4, 24), 0),
     "linear_peaks": (PACKED.native, X, 0, 4, torch.zeros(4, dtype=torch.int64), VALUES),
@@ -188,9 +191,9 @@ def test_heads_beyond_the_largest_are_refused_by_writes_too(dtype: torch.dtype) 
     """The quantized row is built in an array of the largest head."""
     from quire.kernels.cpu.attention import write_kv
 
-    heads = torch.zeros(1, 1, 516)
-    cache = torch.zeros(2, 1, 4, 520, dtype=torch.int8).view(dtype)
-    with pytest.raises(ValueError, match="the head size is 516, not from 1 to 512"):
+    heads = torch.zeros(1, 1, 580)
+    cache = torch.zeros(2, 1, 4, 584, dtype=torch.int8).view(dtype)
+    with pytest.raises(ValueError, match="the head size is 580, not from 1 to 576"):
         write_kv(heads, heads, cache, cache.clone(), torch.tensor([0]))
 
 
@@ -204,6 +207,7 @@ def test_outputs_that_overlap_with_inputs_are_refused() -> None:
         ("gated", [(0, memory), (1, inside)]),
         ("linear", [(1, memory), (4, inside)]),
         ("paged_attention", [(0, memory), (1, inside)]),
+        ("head_linear", [(3, memory), (6, inside)]),
     ]
     for name, places in overlapping:
         arguments = list(CALLS[name])
@@ -273,6 +277,8 @@ def _lookup() -> _native.Lookup:
 EMBED, SCALE, ADD, NORM, LINEAR, GATED_LINEAR, ACTIVATE, PREPARE_HEADS, ATTEND, SELECT, SCATTER = (
     range(11)
 )
+HEAD_LINEAR, ROTATE_TAILS, WRITE_LATENT = 15, 16, 17
+TAILS: dict[str, Any] = {"rope": ANGLES.data_ptr(), "rope_half": 4}
 Places = list[tuple[int, int]]
 OPERATIONS: dict[int, tuple[Places, Places, dict[str, Any]]] = {
     EMBED: ([], [(0, 16)], {"table": _lookup()}),
@@ -286,7 +292,12 @@ OPERATIONS: dict[int, tuple[Places, Places, dict[str, Any]]] = {
     ATTEND: ([(0, 64)], [(64, 32)], {"heads": (2, 1, 16), "cache": 0}),
     SELECT: ([(0, 16)], [(16, 16)], {}),
     SCATTER: ([(0, 16), (16, 16)], [(-1, 16)], {}),
-}
+    HEAD_LINEAR: ([(0, 32)], [(32, 40)], {"weight": _weight(32, 12), "heads": (2, 0, 16)}),
+    ROTATE_TAILS: ([(0, 32)], [(0, 32)], {"heads": (2, 0, 16), **TAILS}),
+    WRITE_LATENT: (
+        [(0, 40)], [(0, 40)], {"heads": (0, 1, 40), "norm": _norm(), "cache": 0, **TAILS},
+    ),
+}  # fmt: skip
 WRONG_FIELDS: list[tuple[int, dict[str, Any]]] = [
     *((PREPARE_HEADS, wrong) for wrong in (
         {"heads": (3, 1, 16)}, {"heads": (2, 2, 16)}, {"heads": (2, 1, 0)}, {"heads": (2, 1, 513)},
@@ -299,7 +310,20 @@ WRONG_FIELDS: list[tuple[int, dict[str, Any]]] = [
     )),
     (EMBED, {"table": None}), (SCALE, {"factor": float("inf")}), (NORM, {"norm": None}),
     (NORM, {"norm": _norm(16)}), (LINEAR, {"weight": None}), (LINEAR, {"first_output": 8}),
-    (LINEAR, {"first_output": 48}), (ACTIVATE, {"activation": 3}), (ACTIVATE, {"activation": 4}), (GATED_LINEAR, {"activation": 4}),
+    (LINEAR, {"first_output": 48}), 
+    (ACTIVATE, {"activation": 4}), (ACTIVATE, {"activation": 5}), (GATED_LINEAR, {"activation": 5}),
+    (ATTEND, {"value_size": 17}), (ATTEND, {"value_size": 8}), (ATTEND, {"value_size": -1}),
+    *((HEAD_LINEAR, wrong) for wrong in (
+        {"heads": (3, 0, 16)}, {"heads": (2, 0, 15)}, {"weight": None}, {"weight": _weight(16, 12)},
+        {"weight": _weight(32, 17)}, {"weight": _weight(64, 12)},
+    )),
+    *((ROTATE_TAILS, wrong) for wrong in (
+        {"rope": 0}, {"rope_half": 9}, {"heads": (3, 0, 16)}, {"heads": (2, 0, 8)},
+    )),
+    *((WRITE_LATENT, wrong) for wrong in (
+        {"rope": 0}, {"rope_half": 3}, {"cache": -1}, {"norm": None}, {"heads": (0, 2, 40)},
+        {"heads": (0, 1, 36)},
+    )),
     (ATTEND, {"sinks": 3}), (ATTEND, {"cache": -1, "sinks": 64}),
     (GATED_LINEAR, {"weight": _weight(48, 32)}),
 ]  # fmt: skip
@@ -313,6 +337,9 @@ WRONG_VALUES: list[tuple[int, Places, Places]] = [
     (PREPARE_HEADS, [(-2, 64)], [(-2, 64)]), (ATTEND, [(0, 31)], [(64, 32)]),
     (ATTEND, [(0, 64)], [(32, 32)]), (ATTEND, [(0, 64)], [(-1, 32)]),
     (SELECT, [(0, 16)], [(8, 16)]), (SCATTER, [(0, 16), (16, 16)], [(16, 16)]), (13, [], []),
+    (HEAD_LINEAR, [(0, 32)], [(32, 32)]), (HEAD_LINEAR, [(0, 32)], [(16, 40)]),
+    (ROTATE_TAILS, [(0, 32)], [(32, 32)]), (WRITE_LATENT, [(0, 40)], [(64, 40)]),
+    (18, [], []),
 ]  # fmt: skip
 
 

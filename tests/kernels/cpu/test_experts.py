@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quantized_checkpoints import mxfp4_weight as mxfp4
+from routing_cases import ROUTINGS, chosen_by_hand, draw_case
 from torch import Tensor
 
 from quire.kernels import cpu
@@ -65,6 +66,41 @@ def test_choices(
     torch.testing.assert_close(got.weights, want.weights, atol=1e-6, rtol=1e-5)
     alone = native_isa.choose_experts(logits[5:6].contiguous(), routing)
     assert torch.equal(alone.weights[0], got.weights[5])
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_choices_of_groups_and_by_sigmoids(
+    native_isa: Kernels, reference: Kernels, name: str
+) -> None:
+    logits, routing, bias = draw_case(name)
+    ids, weights = chosen_by_hand(logits, routing, bias)
+    for kernels in (native_isa, reference):
+        got = kernels.choose_experts(logits, routing, bias)
+        assert got.ids.tolist() == ids
+        torch.testing.assert_close(got.weights, weights, atol=1e-6, rtol=1e-5)
+        alone = kernels.choose_experts(logits[4:5].contiguous(), routing, bias)
+        assert torch.equal(alone.weights[0], got.weights[4])
+
+
+def test_a_bias_below_zero_opens_no_group_that_was_not_chosen(
+    native_isa: Kernels, reference: Kernels
+) -> None:
+    """Filling other groups with zeros, as is sometimes done, would choose from them."""
+    routing = Routing(6, 2, True, "sigmoid", 3, 1, "best_two")
+    logits, bias = torch.zeros(1, 6), torch.tensor([-3.0, -3.1, -1.0, -1.1, -2.0, -2.1])
+    for kernels in (native_isa, reference):
+        choice = kernels.choose_experts(logits, routing, bias)
+        assert choice.ids.tolist() == [[2, 3]] and choice.weights.tolist() == [[0.5, 0.5]]
+
+
+def test_equal_groups_and_scores_go_to_the_lowest_ids(
+    native_isa: Kernels, reference: Kernels
+) -> None:
+    routing = Routing(12, 3, True, "sigmoid", 4, 2, "best_two")
+    logits = torch.tensor([[0.0] * 12, [-1.0] * 3 + [2.0] * 9])
+    for kernels in (native_isa, reference):
+        ids = kernels.choose_experts(logits, routing, torch.zeros(12)).ids
+        assert ids.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_equals_go_to_the_lowest_ids(native_isa: Kernels, reference: Kernels) -> None:
@@ -181,6 +217,12 @@ def test_what_does_not_fit_is_refused(native: Kernels) -> None:
         native.apply_experts(x[:, 1:], up, down, choice, "silu")
     with pytest.raises(ValueError, match="cannot choose 8 of 7 experts"):
         native.choose_experts(draw(2, 7), Routing(7, 8, True))
+    with pytest.raises(ValueError, match=r"cannot choose 5 of 8 experts \(2 of 4 groups\)"):
+        native.choose_experts(draw(2, 8), Routing(8, 5, True, "sigmoid", 4, 2))
+    with pytest.raises(ValueError, match="a bias is for experts that are chosen by sigmoids"):
+        native.choose_experts(draw(2, 7), Routing(7, 2, True), draw(7))
+    with pytest.raises(ValueError, match=r"expected a bias float32 \[7\]"):
+        native.choose_experts(draw(2, 7), Routing(7, 2, True, "sigmoid"), draw(6))
     with pytest.raises(ValueError, match="gate_rows"):
         native.gate_rows(x, x)
     odd = (

@@ -216,10 +216,10 @@ def test_weights_that_do_not_fit_are_refused(model: DecoderModel) -> None:
 
 
 def test_what_cannot_be_run_has_reasons(native: Kernels) -> None:
-    config = LLAMA | {"head_dim": 520, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = LLAMA | {"head_dim": 584, "num_attention_heads": 1, "num_key_value_heads": 1}
     with pytest.raises(
         ConfigError,
-        match="cpu kernels cannot run LlamaForCausalLM: has heads of at most 512, not of 520",
+        match="cpu kernels cannot run LlamaForCausalLM: has heads of at most 576, not of 584",
     ):
         build(declare(config), native)
     program, _ = lower(SPECS["qwen3"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import thorough
 from quantized_checkpoints import mxfp4_weight as mxfp4
+from routing_cases import ROUTINGS, chosen_by_hand, draw_case
 from torch import Tensor
 
 from quire.kernels import load
@@ -39,6 +40,24 @@ def test_choices(kernels: Kernels, device: torch.device, is_normalised: bool) ->
     logits[4, 10] = torch.inf
     weights = kernels.choose_experts(logits.to(device), routing).weights.cpu()
     assert weights.isnan().any(dim=1).tolist() == [False, False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_choices_of_groups_and_by_sigmoids(
+    kernels: Kernels, device: torch.device, name: str
+) -> None:
+    logits, routing, bias = draw_case(name, 3)
+    there_bias = None if bias is None else bias.to(device)
+    got = kernels.choose_experts(logits.to(device), routing, there_bias)
+    ids, weights = chosen_by_hand(logits, routing, bias)
+    assert got.ids.tolist() == ids
+    torch.testing.assert_close(got.weights.cpu(), weights, atol=1e-6, rtol=1e-5)
+
+
+def test_equal_groups_go_to_the_lowest_ids(kernels: Kernels, device: torch.device) -> None:
+    routing = Routing(12, 3, True, "sigmoid", 4, 2, "best_two")
+    logits = torch.tensor([[0.0] * 12, [-1.0] * 3 + [2.0] * 9]).to(device)
+    assert kernels.choose_experts(logits, routing).ids.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(

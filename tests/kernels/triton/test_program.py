@@ -49,6 +49,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2,
         "n_positions": 64, "vocab_size": 61,
     },
+    "deepseek": {
+        "architectures": ["DeepseekV3ForCausalLM"], **SIZES, "num_key_value_heads": 2,
+        "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 1,
+    },
 }  # fmt: skip
 BLOCK_SIZE = 4
 
@@ -75,6 +82,7 @@ def make_batch(device: torch.device) -> AttentionBatch:
     [
         ("qwen3", "bfloat16", "fp8"),
         ("gpt2", "bfloat16", "bfloat16"),
+        ("deepseek", "bfloat16", "int8"),
         thorough("llama", "bfloat16", "int8"),
         thorough("olmo2", "bfloat16", "bfloat16"),
         thorough("qwen3", "float32", "float32"),
@@ -92,10 +100,9 @@ def test_fused_is_one_by_one(
         generator = torch.Generator().manual_seed(1)
         caches = []
         for layer in model.spec.kv_layers:
-            caches.append(
-                tuple(random_cache(layer, kv_format, generator).to(device) for _ in range(2))
-            )
-        hidden = each.forward(token_ids, batch.positions, StepContext(batch, caches))  # type: ignore[arg-type]
+            keys, values = (random_cache(layer, kv_format, generator).to(device) for _ in range(2))
+            caches.append((keys, keys if layer.is_latent else values))
+        hidden = each.forward(token_ids, batch.positions, StepContext(batch, caches))
         results.append((hidden, *(cache for pair in caches for cache in pair)))
     for fused, single in zip(*results, strict=True):
         assert torch.equal(fused.view(torch.uint8), single.view(torch.uint8))
@@ -135,7 +142,7 @@ def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
     batch, results = make_batch(device), []
     token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
     for each in (model, one_by_one(model)):
-        caches = [(_empty(layer, device), _empty(layer, device)) for layer in spec.kv_layers]
+        caches = [_empty_pair(layer, device) for layer in spec.kv_layers]
         results.append(
             (each.forward(token_ids, batch.positions, StepContext(batch, caches)), caches)
         )
@@ -155,7 +162,7 @@ def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator)
 
 
 @pytest.mark.parametrize("num_wanted", [(1, 1), (0, 1), (2, 0), (0, 0), thorough((3, 0))])
-@pytest.mark.parametrize("family", ["qwen3", thorough("gpt2")])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek", thorough("gpt2")])
 def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
     kernels: Kernels, device: torch.device, family: str, num_wanted: tuple[int, int]
 ) -> None:
@@ -169,7 +176,7 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
     asked = torch.tensor(num_wanted, dtype=torch.int32)
     results = []
     for which, counts in ((model, None), (below, None), (model, asked)):
-        caches = [(_empty(layer, device), _empty(layer, device)) for layer in model.spec.kv_layers]
+        caches = [_empty_pair(layer, device) for layer in model.spec.kv_layers]
         hidden = which.forward(token_ids, batch.positions, StepContext(batch, caches, counts))
         results.append((hidden, caches))
     (whole, whole_caches), (before, _), (found, found_caches) = results
@@ -180,6 +187,11 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
     is_wanted = [index >= 5 - num_wanted[0] for index in range(5)] + [num_wanted[1] > 0]
     for row, is_asked in enumerate(is_wanted):
         assert torch.equal(found[row], (whole if is_asked else before)[row]), row
+
+
+def _empty_pair(layer: KVLayerSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    keys = _empty(layer, device)
+    return keys, keys if layer.is_latent else _empty(layer, device)
 
 
 def _empty(layer: KVLayerSpec, device: torch.device) -> Tensor:

@@ -1,0 +1,238 @@
+"""Paged attention over latents in Triton: one row per token is key and value of all heads. It has
+not run on a GPU yet.
+
+The division into tiles and splits, and the arithmetic of the online softmax, are those of
+`quire.kernels.triton.attention`. A row is loaded once: its first elements are the value and the
+larger part of the key, and what is behind them, the rotated part, is a product of its own, so that
+both have sizes that are powers of two (512 and 64 in DeepSeek's models).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
+from quire.kernels.interface import AttentionBatch
+from quire.kernels.triton.attention import (
+    LOG2_E,
+    PROGRAMS_AT_ONCE,
+    cached_rows,
+    find_sequence,
+    merge,
+    merge_splits,
+    partial_bytes,
+    places_of,
+    room_for_partials,
+)
+from quire.kernels.triton.checks import check_attention, launch_options, require
+from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
+from quire.kernels.triton.tuning import AttentionTuning, Tuning
+
+MAX_LATENT = 512
+"""Elements of a value: those of a tile's outputs are held in registers."""
+MAX_TAIL = 128
+_KEYS_AT_ONCE = 32
+"""Of rows as long as these: twice as many would take all of a program's shared memory."""
+
+
+@triton.jit
+def attend_latents(
+    row_max, total, sums, queries, tails, cache, scales, table, places, first, end, factor,
+    block_stride, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far and BLOCK_N positions from `first` on; without IS_MASKED, all queries see
+    all of them. Scores are multiplied by `factor`, to powers of two."""
+    ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
+    TAIL_SIZE: tl.constexpr = HEAD_SIZE - VALUE_SIZE
+    dims, tail_dims = tl.arange(0, queries.shape[1]), tl.arange(0, tails.shape[1])
+    positions = first + tl.arange(0, BLOCK_N)
+    is_there = positions < end
+    rows = places_of(table, first, 0, end, block_stride, ROW_SIZE, BLOCK_SIZE, BLOCK_N)
+    latents = row_elements(
+        cached_rows(cache, rows, dims, is_there, VALUE_SIZE, IS_MASKED), queries.dtype, FORMAT
+    )
+    rotated = row_elements(
+        cached_rows(cache + VALUE_SIZE, rows, tail_dims, is_there, TAIL_SIZE, IS_MASKED),
+        queries.dtype,
+        FORMAT,
+    )
+    scores = tl.dot(queries, tl.trans(latents), input_precision="ieee")
+    scores = tl.dot(tails, tl.trans(rotated), scores, input_precision="ieee")
+    if FORMAT != FLOAT_FORMAT:
+        of_rows = row_scales(scales, rows, is_there, HEAD_SIZE, FORMAT)
+        scores = scores * of_rows[None, :]
+    if IS_MASKED:
+        scores = tl.where(positions[None, :] <= places[:, None], scores, float("-inf"))
+    top = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(
+        tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])
+    )
+    fade = tl.exp2(row_max - base)
+    total = total * fade + tl.sum(weights, axis=1)
+    if FORMAT != FLOAT_FORMAT:
+        weights = weights * of_rows[None, :]
+    sums = tl.dot(weights.to(latents.dtype), latents, sums * fade[:, None], input_precision="ieee")
+    return top, total, sums
+
+
+@triton.jit
+def attend_split_of_latents(
+    queries, tails, cache, scales, table, places, begin, clear_end, end, factor, block_stride,
+    HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over positions [begin, end): see `attention.attend_split`."""
+    row_max = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    sums = tl.zeros([queries.shape[0], queries.shape[1]], tl.float32)
+    for first in range(begin, clear_end, BLOCK_N):
+        row_max, total, sums = attend_latents(
+            row_max, total, sums, queries, tails, cache, scales, table, places, first, end, factor,
+            block_stride, HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, FORMAT, False,
+        )  # fmt: skip
+    for first in range(tl.maximum(begin, clear_end), end, BLOCK_N):
+        row_max, total, sums = attend_latents(
+            row_max, total, sums, queries, tails, cache, scales, table, places, first, end, factor,
+            block_stride, HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, FORMAT, True,
+        )  # fmt: skip
+    return row_max, total, sums
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
+def latent_attention_kernel(
+    query, cache, scales, out, partial_sums, partial_stats, query_start, context_len, block_tables,
+    num_sequences, num_splits, query_stride, table_stride, block_stride, scale,
+    NUM_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr, TAIL_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, IS_PARTIAL: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles, tiles of heads, splits (one unless IS_PARTIAL)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
+    tile = tl.program_id(0)
+    sequence = find_sequence(query_start, num_sequences, tile, BLOCK_Q)
+    start = tl.load(query_start + sequence)
+    query_len = tl.load(query_start + sequence + 1) - start
+    first_query = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    context = tl.load(context_len + sequence)
+    row = tl.arange(0, BLOCK_M)
+    query_index = first_query + row // TILE_HEADS
+    head = tl.program_id(1) * TILE_HEADS + row % TILE_HEADS
+    is_row = (query_index < query_len) & (head < NUM_HEADS)
+    token = (start + query_index).to(tl.int64)
+    places = context - query_len + query_index
+    dims, tail_dims = tl.arange(0, VALUE_PADDED), tl.arange(0, TAIL_PADDED)
+    is_element = is_row[:, None] & (dims < VALUE_SIZE)[None, :]
+    is_tail = is_row[:, None] & (tail_dims < HEAD_SIZE - VALUE_SIZE)[None, :]
+    of_rows = query + (token * query_stride + head * HEAD_SIZE)[:, None]
+    queries = tl.load(of_rows + dims[None, :], mask=is_element, other=0.0)
+    tails = tl.load(of_rows + VALUE_SIZE + tail_dims[None, :], mask=is_tail, other=0.0)
+    first_place = context - query_len + first_query
+    end = tl.minimum(context, first_place + BLOCK_Q)
+    clear_end = (first_place + 1) // BLOCK_N * BLOCK_N
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    factor = scale * LOG2_E
+    if IS_PARTIAL:
+        split = tl.program_id(2)
+        where = (token * NUM_HEADS + head) * num_splits + split
+        split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
+        row_max, total, sums = attend_split_of_latents(
+            queries, tails, cache, scales, table, places, split * SPLIT_LEN,
+            tl.minimum(clear_end, split_end), split_end, factor, block_stride, HEAD_SIZE,
+            VALUE_SIZE, BLOCK_SIZE, BLOCK_N, FORMAT,
+        )  # fmt: skip
+        tl.store(partial_stats + where * 2, row_max, mask=is_row)
+        tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
+        if split * SPLIT_LEN < split_end:
+            tl.store(
+                partial_sums + where[:, None] * VALUE_SIZE + dims[None, :], sums, mask=is_element
+            )
+    else:
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        sums = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
+        for split in range(0, (end + SPLIT_LEN - 1) // SPLIT_LEN):
+            split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
+            split_max, split_total, split_sums = attend_split_of_latents(
+                queries, tails, cache, scales, table, places, split * SPLIT_LEN,
+                tl.minimum(clear_end, split_end), split_end, factor, block_stride, HEAD_SIZE,
+                VALUE_SIZE, BLOCK_SIZE, BLOCK_N, FORMAT,
+            )  # fmt: skip
+            row_max, total, sums = merge(row_max, total, sums, split_max, split_total, split_sums)
+        total = tl.where(is_row, total, 1.0)
+        result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
+        tl.store(
+            out + (token * NUM_HEADS + head)[:, None] * VALUE_SIZE + dims[None, :],
+            result.to(out.dtype.element_ty),
+            mask=is_element,
+        )
+
+
+def latent_attention(
+    query: Tensor,
+    cache: Tensor,
+    batch: AttentionBatch,
+    tuning: Tuning,
+    *,
+    scale: float,
+    value_size: int,
+    has_fp8: bool = False,
+) -> Tensor:
+    """Return what `Kernels.paged_attention` does of a cache whose rows are keys and values at once,
+    with one KV head and without a window or a soft cap: [T, heads, value_size]."""
+    tail_size = query.shape[2] - value_size
+    require(
+        1 <= value_size <= MAX_LATENT and 1 <= tail_size <= MAX_TAIL and cache.shape[1] == 1,
+        f"latent attention: expected one head of up to {MAX_LATENT} values and 1 to {MAX_TAIL} "
+        f"elements behind them, not of {value_size} and {tail_size}",
+        cache,
+    )
+    check_attention(query, cache, cache, batch, None, None, scale, MAX_LATENT + MAX_TAIL)
+    num_tokens, num_heads, _ = query.shape
+    out = query.new_empty(num_tokens, num_heads, value_size)
+    if not num_tokens:
+        return out
+    figures = _figures(query, tuning)
+    block_m = figures.low.block_m
+    tile_heads = min(triton.next_power_of_2(num_heads), block_m)
+    num_sequences = batch.context_len.numel()
+    grid = _Grid(
+        num_tokens // (block_m // tile_heads) + num_sequences, triton.cdiv(num_heads, tile_heads)
+    )
+    num_splits = triton.cdiv(batch.max_context_len, figures.split_len)
+    is_idle = grid.num_tiles * grid.num_head_tiles < PROGRAMS_AT_ONCE * tuning.num_programs
+    is_partial = num_splits > 1 and is_idle and partial_bytes(out, num_splits) <= MAX_PARTIAL_BYTES
+    partials = room_for_partials(out, num_splits) if is_partial else (out, out)
+    rows, scales, form = kernel_view(cache, has_fp8=has_fp8)
+    latent_attention_kernel[(*grid, num_splits if is_partial else 1)](
+        query, rows, scales, out, *partials, batch.query_start, batch.context_len,
+        batch.block_tables, num_sequences, num_splits, query.stride(0),
+        batch.block_tables.stride(0), rows.stride(0), scale, NUM_HEADS=num_heads,
+        TILE_HEADS=tile_heads, HEAD_SIZE=query.shape[2], VALUE_SIZE=value_size,
+        VALUE_PADDED=max(16, triton.next_power_of_2(value_size)),
+        TAIL_PADDED=max(16, triton.next_power_of_2(tail_size)), BLOCK_SIZE=rows.shape[2],
+        BLOCK_M=block_m, BLOCK_N=min(figures.block_n, _KEYS_AT_ONCE), SPLIT_LEN=figures.split_len,
+        IS_PARTIAL=is_partial, FORMAT=form,
+        **launch_options(num_warps=figures.low.num_warps, num_stages=1),
+    )  # fmt: skip
+    if is_partial:
+        merge_splits(out, partials, num_splits)
+    return out
+
+
+class _Grid(NamedTuple):
+    num_tiles: int
+    num_head_tiles: int
+
+
+def _figures(query: Tensor, tuning: Tuning) -> AttentionTuning:
+    return tuning.float_attention if query.dtype == torch.float32 else tuning.wide_attention
