@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from quire.models.declaration import (
     DecoderSpec,
     FlopsPerToken,
     KVLayerSpec,
+    LatentAttentionSpec,
     TensorSpec,
     conv1d,
     fused,
 )
 from quire.models.registry import declare
+from quire.models.rope import YarnScaling
 
 
 def _spec(shared: Path, file: str) -> DecoderSpec:
@@ -40,6 +44,36 @@ def test_llama_8b_by_hand(shared: Path) -> None:
         131072,
     )
     assert spec.max_positions is None
+
+
+def test_deepseek_v3_by_hand(shared: Path) -> None:
+    """61 layers keep 512 values and 64 rotated elements once, for all of 128 heads."""
+    spec = _spec(shared, "nvidia--DeepSeek-V3.1-NVFP4.json")
+    assert spec.kv_layers == (KVLayerSpec(1, 576, None, is_latent=True),) * 61
+    assert sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers) == 61 * 576 * 2
+    assert sum(layer.bytes_per_token("int8") for layer in spec.kv_layers) == 61 * (576 + 4)
+    assert spec.attention_flops(1000) == 61 * 128 * 2 * (576 + 512) * 1000
+    narrow = 2 * spec.num_parameters
+    assert spec.weight_bytes("bfloat16") == narrow + 58 * 256 * 2  # biases of routers in float32
+    assert spec.unused == ("model.layers.61.",)
+
+
+@pytest.mark.parametrize(
+    ("mscale", "mscale_all_dim", "of_scores", "of_angles"),
+    [(1.0, 1.0, 1.3688879, 1.0), (0.707, 0.707, 1.2608038, 1.0), (1.0, 0.0, 1.0, 1.3688879)],
+)
+def test_yarn_scales_scores_by_the_square_and_angles_by_the_ratio(
+    shared: Path, mscale: float, mscale_all_dim: float, of_scores: float, of_angles: float
+) -> None:
+    """0.1 * mscale * ln 40 + 1, as the paper's code has it: for heads of 128 and 64 elements."""
+    path = "data/tokenizers/model_configs/nvidia--DeepSeek-V3.1-NVFP4.json"
+    config = json.loads((shared / path).read_text())
+    config["rope_scaling"] |= {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    attention = declare(config | {"num_hidden_layers": 1}).attentions[0]
+    assert isinstance(attention, LatentAttentionSpec)
+    assert attention.scale == pytest.approx(192**-0.5 * of_scores**2, rel=1e-6)
+    assert isinstance(attention.rope.scaling, YarnScaling)
+    assert attention.rope.scaling.attention_factor == pytest.approx(of_angles, rel=1e-6)
 
 
 def test_a_tied_head_is_held_once(shared: Path) -> None:

@@ -21,7 +21,11 @@ from quire.worker.batch import gather, move
 from quire.worker.memory import KVMemory, PoolShape
 from quire.worker.staging import Staging
 
-LAYERS = (KVLayerSpec(2, 16, None), KVLayerSpec(3, 20, 8))
+LAYERS = (
+    KVLayerSpec(2, 16, None),
+    KVLayerSpec(3, 20, 8),
+    KVLayerSpec(1, 40, None, is_latent=True),
+)
 
 STORIES = (
     "Once upon a time there was a little fox who lived in a forest. One day the fox met a "
