@@ -26,7 +26,12 @@ from quire.models.declaration import (
     linear,
     sequential,
 )
-from quire.models.dimensions import ACTIVATIONS, read_dtype, read_num_labels
+from quire.models.dimensions import (
+    ACTIVATIONS,
+    TOKEN_CLASSIFICATION,
+    read_dtype,
+    read_num_labels,
+)
 from quire.program.operations import Activation
 
 _HEADS = ("cls.", "lm_head.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.")
@@ -175,7 +180,8 @@ def _sizes(config: ConfigReader) -> _Sizes:
 def _num_types(config: ConfigReader) -> int:
     """Types of text that can come: a classifier may be given two texts."""
     num_types = config.integer("type_vocab_size", 2)
-    return min(num_types, 2) if read_num_labels(config) is not None else 1
+    has_pairs = config.architecture.endswith("ForSequenceClassification")
+    return min(num_types, 2) if has_pairs else 1
 
 
 def _classifier(
@@ -184,6 +190,9 @@ def _classifier(
     num_labels = read_num_labels(config)
     if num_labels is None:
         return None
+    if config.architecture.endswith(TOKEN_CLASSIFICATION):
+        layer = DenseSpec(linear("classifier", hidden, num_labels, has_bias=True))
+        return ClassifierSpec("cls", (layer,), is_per_token=True)
     return ClassifierSpec(
         "cls", (*layers, DenseSpec(linear(name, hidden, num_labels, has_bias=True)))
     )

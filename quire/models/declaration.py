@@ -372,6 +372,8 @@ class ClassifierSpec:
 
     kind: PoolingKind
     layers: tuple[DenseSpec, ...]
+    is_per_token: bool = False
+    """Whether each token has classes, not the text; `kind` then says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,10 +73,14 @@ def read_dimensions(config: ConfigReader) -> Dimensions:
     )
 
 
+TOKEN_CLASSIFICATION = "ForTokenClassification"
+"""How architectures that classify each token end."""
+
+
 def read_num_labels(config: ConfigReader) -> int | None:
-    """Classes of a model that classifies texts; None for any other."""
+    """Classes of a model that classifies texts or tokens; None for any other."""
     config.ignore("num_labels", "id2label", "label2id", "problem_type")
-    if not config.architecture.endswith("ForSequenceClassification"):
+    if not config.architecture.endswith(("ForSequenceClassification", TOKEN_CLASSIFICATION)):
         return None
     names = config.raw("id2label") if config.has("id2label") else None
     if isinstance(names, dict) and names:

@@ -1,4 +1,6 @@
-"""Gemma 3, text: five sliding layers for each full one, with a RoPE of their own."""
+"""Gemma 3, text: five sliding layers for each full one, with a RoPE of their own. As an encoder
+(EmbeddingGemma) it attends to both sides.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def declare_gemma3(config: ConfigReader) -> DecoderSpec:
         rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0
     )
     activation = config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
-    config.require("use_bidirectional_attention", False)
+    is_causal = not config.flag("use_bidirectional_attention", False)
+    if not is_causal and config.architecture.endswith("ForCausalLM"):
+        raise config.refuse("use_bidirectional_attention", "false for models that generate")
     config.require("attn_logit_softcapping", None)
     has_bias = config.flag("attention_bias", False)
     scale = config.number("query_pre_attn_scalar", 256, minimum=1e-3) ** -0.5
@@ -30,7 +34,10 @@ def declare_gemma3(config: ConfigReader) -> DecoderSpec:
         "sliding_attention" if (i + 1) % pattern else "full_attention"
         for i in range(size.num_layers)
     )
-    windows = read_windows(config, layer_types, config.optional_integer("sliding_window", 4096))
+    window = config.optional_integer("sliding_window", 4096)
+    if window is not None and not is_causal:
+        window = window // 2 + 1  # as wide on both sides as half of it, and the position itself
+    windows = read_windows(config, layer_types, window)
 
     def block(at: str, index: int) -> BlockSpec:
         rope = global_rope if windows[index] is None else local_rope
@@ -40,6 +47,7 @@ def declare_gemma3(config: ConfigReader) -> DecoderSpec:
             query_norm=norm(f"{at}.self_attn.q_norm", size=size.head_dim),
             key_norm=norm(f"{at}.self_attn.k_norm", size=size.head_dim),
             window=windows[index],
+            is_causal=is_causal,
         )
         return two_norm_block(at, norm, heads, gated_mlp(at, size, activation))
 

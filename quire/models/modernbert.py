@@ -21,7 +21,13 @@ from quire.models.declaration import (
     linear,
     sequential,
 )
-from quire.models.dimensions import ACTIVATIONS, read_dtype, read_layer_types, read_num_labels
+from quire.models.dimensions import (
+    ACTIVATIONS,
+    TOKEN_CLASSIFICATION,
+    read_dtype,
+    read_layer_types,
+    read_num_labels,
+)
 from quire.models.rope import RopeSpec
 
 _KINDS: dict[str, PoolingKind] = {"cls": "cls", "mean": "mean"}
@@ -132,5 +138,7 @@ def _classifier(config: ConfigReader, hidden: int, eps: float) -> ClassifierSpec
         layer_norm("head.norm", hidden, eps, has_bias=False),
     )
     return ClassifierSpec(
-        kind, (dense, DenseSpec(linear("classifier", hidden, num_labels, has_bias=True)))
+        kind,
+        (dense, DenseSpec(linear("classifier", hidden, num_labels, has_bias=True))),
+        is_per_token=config.architecture.endswith(TOKEN_CLASSIFICATION),
     )

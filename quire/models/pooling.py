@@ -32,6 +32,8 @@ class PoolingSpec:
     """The logits of the language model's head for these tokens take the place of the layers'."""
     is_difference: bool = False
     """One logit: that of the last of `token_ids` above that of the first."""
+    is_per_token: bool = False
+    """Whether each token has a vector, or classes, and the text has none; `kind` is of no use."""
     activation: OutputActivation = "none"
     """From logits to probabilities."""
     labels: tuple[str, ...] = ()

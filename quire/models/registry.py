@@ -12,7 +12,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, linear
 from quire.models.deepseek_v2 import declare_deepseek_v2
 from quire.models.deepseek_v3 import declare_deepseek_v3
-from quire.models.dimensions import read_num_labels
+from quire.models.dimensions import TOKEN_CLASSIFICATION, read_num_labels
 from quire.models.gemma2 import declare_gemma2
 from quire.models.gemma3 import declare_gemma3
 from quire.models.gpt2 import declare_gpt2
@@ -71,13 +71,17 @@ def _headless(declare_family: Declare) -> Declare:
 
 
 def _classifying(declare_family: Declare) -> Declare:
-    """A decoder with a layer for classes on the last token, as transformers has it."""
+    """A decoder with a layer for classes on the last token, or on each, as transformers has it."""
 
     def declare_classifier(config: ConfigReader) -> DecoderSpec:
         spec, num_labels = declare_family(config), read_num_labels(config)
         assert num_labels is not None
-        layer = DenseSpec(linear("score", spec.hidden_size, num_labels))
-        return replace(spec, head=None, classifier=ClassifierSpec("last", (layer,)))
+        is_per_token = config.architecture.endswith(TOKEN_CLASSIFICATION)
+        has_bias = is_per_token and config.flag("token_classification_bias", True)
+        config.ignore("classifier_dropout", "hidden_dropout")  # training
+        layer = DenseSpec(linear("score", spec.hidden_size, num_labels, has_bias=has_bias))
+        classifier = ClassifierSpec("last", (layer,), is_per_token=is_per_token)
+        return replace(spec, head=None, classifier=classifier)
 
     return declare_classifier
 
@@ -94,8 +98,15 @@ POOLING_ARCHITECTURES: dict[str, Declare] = {
     **{
         f"{name}{ending}": each
         for name, each in ENCODERS.items()
-        for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+        for ending in (
+            "Model",
+            "ForMaskedLM",
+            "ForSequenceClassification",
+            TOKEN_CLASSIFICATION,
+        )
     },
+    **{f"{name}{TOKEN_CLASSIFICATION}": _classifying(each) for name, each in DECODERS.items()},
+    "Gemma3TextModel": _headless(declare_gemma3),
     "NomicBertModel": declare_nomic_bert,
 }
 """Models that only make vectors of texts, or classes."""

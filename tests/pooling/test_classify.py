@@ -102,6 +102,29 @@ def test_qwen3s_reranker_compares_yes_and_no_in_its_own_template(
         assert llm.engine.scheduler.stats.num_steps - before == 2  # the first, then all others
 
 
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert", "qwen3"])
+def test_tokens_have_classes_of_their_own(
+    family: str, folder_of: FolderOf, texts: list[str]
+) -> None:
+    auto = "AutoModelForTokenClassification"
+    folder, reference = folder_of(family, auto=auto, num_labels=5)
+    with closing(load(folder)) as llm:
+        outputs = llm.encode(texts, use_tqdm=False)
+        for output in outputs:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([output.prompt_token_ids])).logits[0]
+            wanted = torch.softmax(logits, -1)
+            np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
+        alone = [llm.encode(text, use_tqdm=False)[0].outputs.data.tobytes() for text in texts]
+        assert alone == [output.outputs.data.tobytes() for output in outputs]
+        with pytest.raises(QuireError, match="makes one of each token; use encode"):
+            llm.classify(texts, use_tqdm=False)
+    limits = {} if family != "qwen3" else {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    with closing(load(folder, num_threads=2, **limits)) as chunked:
+        found = [each.outputs.data.tobytes() for each in chunked.encode(texts, use_tqdm=False)]
+        assert found == alone
+
+
 def test_without_a_classifier_a_score_is_a_cosine(folder_of: FolderOf, texts: list[str]) -> None:
     folder, _ = folder_of("bert", pooling="mean_tokens")
     with closing(load(folder)) as llm:

@@ -26,6 +26,7 @@ from quire.models.registry import declare
 from quire.nn.pooler import Pooler
 
 FolderOf = Callable[..., tuple[Path, Any]]
+ENCODERS = ("bert", "xlm-roberta", "gemma3_text")
 POOLINGS = (
     "cls_token",
     "mean_tokens",
@@ -101,7 +102,34 @@ def test_vectors_equal_those_of_sentence_transformers(
             np.testing.assert_allclose(output.outputs.embedding, vector, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3", "mistral"])
+DENSE = [
+    (96, False, "torch.nn.modules.linear.Identity"),
+    (64, True, "torch.nn.modules.activation.Tanh"),
+]
+
+
+def test_gemma_3_embeds_with_both_sides_and_dense_layers(
+    folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
+) -> None:
+    """As EmbeddingGemma: bidirectional with windows, the mean, two dense layers, normalised."""
+    folder, reference = folder_of("gemma3_text", pooling="mean_tokens", dense=tuple(DENSE))
+    llm = opened(folder)
+    outputs = llm.embed(texts, use_tqdm=False)
+    first, second = (load_file(folder / f"{n}_Dense" / "model.safetensors") for n in (2, 3))
+    for output in outputs:
+        with torch.inference_mode():
+            states = reference(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+            hidden = states.mean(0) @ first["linear.weight"].T
+            hidden = torch.tanh(hidden @ second["linear.weight"].T + second["linear.bias"])
+        wanted = torch.nn.functional.normalize(hidden, dim=0).numpy()
+        np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-4)
+    long = texts[3] * 2  # wider than the windows
+    assert embed(llm, [long]).tobytes() == embed(llm, [*texts, long])[-1:].tobytes()
+    with pytest.raises(QuireError, match="block_size=16 has no effect"):
+        load(folder, block_size=16)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
 def test_a_vector_is_a_function_of_its_text(
     family: str, pooling: str, folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
@@ -115,10 +143,10 @@ def test_a_vector_is_a_function_of_its_text(
     assert embed(llm, texts[::-1])[::-1].tobytes() == together.tobytes()
     assert embed(llm, texts * 3).tobytes() == np.tile(together, (3, 1)).tobytes()
     limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
-    if family in ("bert", "xlm-roberta"):
+    if family in ENCODERS:
         limits = {"max_num_seqs": 1}
     assert embed(opened(folder, **limits), texts).tobytes() == together.tobytes()
-    blocks = {} if family in ("bert", "xlm-roberta") else {"block_size": 4}
+    blocks = {} if family in ENCODERS else {"block_size": 4}
     small = opened(folder, **limits, **blocks, enable_prefix_caching=False)
     assert embed(small, texts).tobytes() == together.tobytes()
     assert embed(opened(folder, num_threads=2), texts).tobytes() == together.tobytes()

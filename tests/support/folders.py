@@ -5,7 +5,7 @@ tokenizers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ _MODELS: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
     | {"max_position_embeddings": 256},
 }
+_MODELS["gemma3_text"] = _MODELS["mistral"] | {
+    "num_hidden_layers": 3, "sliding_window": 16, "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "use_bidirectional_attention": True,
+}  # fmt: skip
+_MODELS["modernbert"] = _TINY | {
+    "intermediate_size": 96, "max_position_embeddings": 256, "local_attention": 16,
+}  # fmt: skip
 _SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -113,6 +121,8 @@ _TOKENIZERS: dict[str, Callable[[], Any]] = {
     "xlm-roberta": _unigram,
     "qwen3": _byte_level,
     "mistral": _byte_level,
+    "gemma3_text": _byte_level,
+    "modernbert": _wordpiece,
 }
 
 
@@ -123,11 +133,13 @@ def make_folder(
     auto: str = "AutoModel",
     pooling: str | None = None,
     is_normalized: bool = True,
+    dense: Sequence[tuple[int, bool, str]] = (),
     **changes: Any,
 ) -> Any:
     """A model folder, and the model of `transformers` that it was saved from.
 
-    `pooling` writes the files of sentence-transformers, with that `pooling_mode_...`.
+    `pooling` writes the files of sentence-transformers, with that `pooling_mode_...`, and behind
+    it `dense` layers: outputs, whether there is a bias, activation.
     """
     import transformers
 
@@ -136,7 +148,7 @@ def make_folder(
         family, **{**_MODELS[family], "vocab_size": tokenizer.get_vocab_size(), **changes}
     )
     for name in ("bos_token_id", "eos_token_id"):
-        if family in ("qwen3", "mistral"):
+        if family in ("qwen3", "mistral", "gemma3_text"):
             setattr(config, name, 0)
     config.pad_token_id = 0 if family == "bert" else 1
     reference = randomize(
@@ -148,13 +160,23 @@ def make_folder(
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     if pooling is not None:
-        write_modules(folder, pooling, is_normalized=is_normalized)
+        write_modules(folder, pooling, is_normalized=is_normalized, dense=dense)
     return reference
 
 
-def write_modules(folder: Path, pooling: str, *, is_normalized: bool = True) -> None:
+def write_modules(
+    folder: Path,
+    pooling: str,
+    *,
+    is_normalized: bool = True,
+    dense: Sequence[tuple[int, bool, str]] = (),
+) -> None:
     """The files of sentence-transformers."""
-    kinds = ["Transformer", "Pooling", *["Normalize"] * is_normalized]
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * is_normalized]
+    num_inputs = 64
+    for number, (num_outputs, has_bias, activation) in enumerate(dense, start=2):
+        write_dense(folder / f"{number}_Dense", num_inputs, num_outputs, has_bias, activation)
+        num_inputs = num_outputs
     modules = [
         {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"a.b.{kind}"}
         for n, kind in enumerate(kinds)
@@ -163,4 +185,22 @@ def write_modules(folder: Path, pooling: str, *, is_normalized: bool = True) -> 
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": 64, f"pooling_mode_{pooling}": True})
+    )
+
+
+def write_dense(
+    folder: Path, num_inputs: int, num_outputs: int, has_bias: bool, activation: str, **more: Any
+) -> None:
+    """A dense layer with random weights."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(num_outputs)
+    weights = {"linear.weight": torch.randn(num_outputs, num_inputs, generator=generator) / 8}
+    if has_bias:
+        weights["linear.bias"] = torch.randn(num_outputs, generator=generator)
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    config = {"in_features": num_inputs, "out_features": num_outputs, "bias": has_bias}
+    (folder / "config.json").write_text(
+        json.dumps(config | {"activation_function": activation} | more)
     )

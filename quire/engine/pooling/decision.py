@@ -139,11 +139,13 @@ class _Decision:
         if classifier is None or self._own.get("classifier_from_token"):
             return self._token_classifier()
         num_labels = classifier.layers[-1].linear.num_outputs
-        self._sources.append(("pooling", f"{classifier.kind}: as {self._spec.architecture}"))
+        how = "each token" if classifier.is_per_token else classifier.kind
+        self._sources.append(("pooling", f"{how}: as {self._spec.architecture}"))
         return self._spec_of(
             task="classify",
             kind=self._kind(classifier.kind),
             layers=classifier.layers,
+            is_per_token=classifier.is_per_token,
             activation=self._activation("sigmoid" if num_labels == 1 else "softmax"),
             labels=labels,
         )

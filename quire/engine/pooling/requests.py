@@ -51,11 +51,16 @@ class PoolingRequests:
     @property
     def default_task(self) -> PoolingTask:
         """What the model was made for."""
-        return self.spec.task
+        spec = self.spec
+        if not spec.is_per_token:
+            return spec.task
+        return "token_embed" if spec.task == "embed" else "token_classify"
 
     @property
     def advice(self) -> str:
         """Which calls and paths to use in place of those that generate text."""
+        if self.spec.is_per_token:
+            return "use encode(), over HTTP /pooling"
         if self.spec.task == "embed":
             return "use embed() or score(), over HTTP /v1/embeddings, /score or /rerank"
         return "use classify() or score(), over HTTP /classify, /score or /rerank"
@@ -136,6 +141,11 @@ class PoolingRequests:
         if task != "score" and spec.task != wanted:
             raise NotAvailableError(
                 f"{task!r} asks for {_MAKES[wanted]}, and this model makes {_MAKES[spec.task]}"
+            )
+        if spec.is_per_token and task not in OF_TOKENS:
+            raise NotAvailableError(
+                f"{task!r} asks for one result of a text, and this model makes one of each token; "
+                "use encode(), over HTTP /pooling"
             )
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)

@@ -63,7 +63,7 @@ class Vectors:
         """What the model makes of texts: a vector, classes, or one of these for each token."""
         body = await read_json(request, PoolingRequest, is_strict=self._api.config.strict_fields)
         call, answer = call_of(request), self._runs.answer(body, "pool")
-        task = body.task or self._runs.requests.spec.task
+        task = body.task or self._runs.requests.default_task
         outputs, usage = await self._runs.vectors(call, body, task, request.receive)
         is_many = task.startswith("token_")
 
