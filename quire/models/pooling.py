@@ -18,6 +18,35 @@ OF_WHOLE: frozenset[PoolingKind] = frozenset(POOLING_KINDS) - {"last"}
 """Kinds that need other hidden states than the last token's."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueryExpansion:
+    """Queries are filled up with a token up to a length, and its vectors count."""
+
+    length: int
+    token: str | None
+    """None: the tokenizer's mask token."""
+    is_attended: bool
+    """Whether other tokens see the added ones."""
+    is_fixed: bool
+    """Whether longer queries are cut to the length."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateInteraction:
+    """How vectors of tokens are compared (ColBERT, arXiv:2004.12832): the sum, over a query's
+    tokens, of the highest product with any of a document's (MaxSim)."""
+
+    skip_words: tuple[str, ...] = ()
+    """Tokens whose vectors do not count in documents."""
+    skips_queries: bool = False
+    """Nor in queries."""
+    expansion: QueryExpansion | None = None
+    query_len: int | None = None
+    """Longest query, where the folder says so."""
+    is_mean: bool = False
+    """The mean over a query's tokens in place of the sum."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
     """From hidden states to vectors, or to the logits of classes."""
@@ -34,6 +63,8 @@ class PoolingSpec:
     """One logit: that of the last of `token_ids` above that of the first."""
     is_per_token: bool = False
     """Whether each token has a vector, or classes, and the text has none; `kind` is of no use."""
+    late: LateInteraction | None = None
+    """How vectors of tokens are compared, where the model makes these."""
     activation: OutputActivation = "none"
     """From logits to probabilities."""
     labels: tuple[str, ...] = ()

@@ -8,16 +8,20 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.common.small_files import is_file, read_bytes, read_object
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind, linear
+from quire.models.pooling import LateInteraction
+from quire.weights.late_interaction import TOKEN_MODULES, read_late_interaction
 
 _MAX_BYTES = 4 << 20
 _MAX_MODULES = 32
+_PREFIXES = {"query": "query_prefix", "document": "document_prefix"}
+"""PyLate's names of prompts."""
 _KINDS: dict[str, PoolingKind] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -55,6 +59,8 @@ class StoredPooling(NamedTuple):
     """The file that names the kind."""
     token_names: tuple[str | int, ...] = ()
     """Of a reranker that compares the logits of two tokens: the one for no, the one for yes."""
+    late: LateInteraction | None = None
+    """Where each token has a vector; `kind` is then of no use."""
 
 
 class StoredTexts(NamedTuple):
@@ -77,7 +83,12 @@ def read_modules(folder: Path) -> StoredPooling | None:
     kind: PoolingKind | None = None
     counts_prompt, is_normalized, source = True, False, ""
     layers: list[DenseSpec] = []
-    for number, (name, path) in enumerate(_modules(folder)):
+    modules = _modules(folder)
+    if any(name in TOKEN_MODULES for name, _ in modules) or (
+        [name for name, _ in modules[:2]] == ["Transformer", "Dense"]
+    ):
+        return _read_token_modules(folder, modules)
+    for number, (name, path) in enumerate(modules):
         at = folder / path
         if number == 0:
             if name != "Transformer":
@@ -97,15 +108,41 @@ def read_modules(folder: Path) -> StoredPooling | None:
     return StoredPooling(kind, counts_prompt, tuple(layers), is_normalized, source)
 
 
+def _read_token_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> StoredPooling:
+    """Modules of a model that makes a vector of each token, by sentence-transformers or PyLate."""
+    layers, masks, is_normalized = [], [], False
+    for number, (name, path) in enumerate(modules):
+        if name == "Dense":
+            layers.append(_read_dense(folder / path / "config.json", path))
+        elif name in TOKEN_MODULES:
+            masks.append(read_object(folder / path / "config.json", _MAX_BYTES))
+        elif name == "Normalize":
+            is_normalized = True
+        elif (name, number) != ("Transformer", 0):
+            known = "Transformer, Dense, MultiVectorMask and Normalize"
+            raise _refused(folder, f"has a {name} as module {number}", known)
+    late = read_late_interaction(folder, masks[0] if masks else None)
+    # PyLate has no module for it, and normalises always
+    return StoredPooling(
+        "cls", True, tuple(layers), is_normalized or not masks, "modules.json", late=late
+    )
+
+
 def read_texts(folder: Path) -> StoredTexts:
     """Maximum length and prompts. Raises CheckpointError."""
-    length = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+    sizes = _optional(folder / "sentence_bert_config.json")
     config = _optional(folder / "config_sentence_transformers.json")
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
         raise CheckpointError(
             f"{folder / 'config_sentence_transformers.json'}: prompts must be an object of texts"
         )
+    length = sizes.get("document_length", config.get("document_length"))
+    length = sizes.get("max_seq_length") if length is None else length
+    prompts = {
+        **{role: config[key] for role, key in _PREFIXES.items() if config.get(key)},
+        **prompts,
+    }
     default = config.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(

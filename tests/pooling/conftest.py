@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from folders import TEXTS, make_folder
+from servers import serve_model
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +34,21 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[P
 
     torch.set_num_threads(1)
     return folder_of
+
+
+@pytest.fixture
+def serve() -> Callable[..., Any]:
+    """`with serve(model=...) as post` starts a server; `post(path, body)` gives its answer."""
+
+    @contextmanager
+    def serve(**options: Any) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
+        with serve_model(**options) as running:
+            yield (
+                lambda path, body: (
+                    httpx.post(f"{running.url}{path}", json=body, timeout=60)
+                    .raise_for_status()
+                    .json()
+                )
+            )
+
+    return serve

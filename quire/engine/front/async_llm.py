@@ -35,7 +35,7 @@ from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.front.streams import Stream
 from quire.engine.loop.engine import Engine
 from quire.engine.loop.engine_thread import EngineThread
-from quire.engine.pooling.outputs import PoolingOutput, PoolingRequestOutput, output_of
+from quire.engine.pooling.outputs import PoolingRequestOutput, output_of
 from quire.engine.pooling.requests import PoolingRequests
 from quire.errors import InvalidParameterError
 from quire.grammar.judge import judge
@@ -137,7 +137,9 @@ class AsyncLLM:
         outputs = self._outputs(request_id, encoded, digest, lora_request, priority)
         async with aclosing(outputs):
             async for output in outputs:
-                yield output_of(PoolingRequestOutput, output, PoolingOutput.of(output, task))
+                yield output_of(
+                    PoolingRequestOutput, output, self._pooling.result(output, task, params)
+                )
 
     async def _outputs(
         self,

@@ -5,7 +5,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -19,7 +19,6 @@ from quire.engine.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -129,9 +128,11 @@ class PoolingCalls:
         """What the model makes of texts, as `pooling_task` says: `outputs.data`, one vector or one
         for each token. By default what the model was made for."""
         task = pooling_task or _task_of(pooling_params) or self._pooling.default_task
+        params = _one_each(pooling_params, len(as_prompts(prompts)))
         outputs = self._pooled(prompts, pooling_params, task, _Options(**options))
         return [
-            output_of(PoolingRequestOutput, each, PoolingOutput.of(each, task)) for each in outputs
+            output_of(PoolingRequestOutput, output, self._pooling.result(output, task, each))
+            for output, each in zip(outputs, params, strict=True)
         ]
 
     def reward(
@@ -156,11 +157,14 @@ class PoolingCalls:
         """How well texts go together: one with each of several, or pair by pair.
 
         A model that classifies (a cross-encoder) reads both texts at once, in its own template; of
-        any other, the score is the cosine of their vectors. `instruction` is for templates that
+        one that makes a vector for each token (ColBERT), the score is MaxSim of queries and
+        documents; of any other, the cosine of their vectors. `instruction` is for templates that
         have one. A list of adapters has one for each pair.
         """
         first, second = _pairs(data_1, data_2)
         params, given = pooling_params or PoolingParams(), _Options(**options)
+        if self._pooling.spec.late is not None:
+            return self._late_scores(first, second, params, given)
         if self._pooling.spec.task == "embed":
             return self._cosines(first, second, params, given)
         self._pooling.check_scores()
@@ -190,6 +194,27 @@ class PoolingCalls:
         vectors = {text: vectors_of(each)[0] for text, each in made.items()}
         return [
             output_of(ScoringRequestOutput, made[b], ScoringOutput(cosine(vectors[a], vectors[b])))
+            for a, b in zip(first, second, strict=True)
+        ]
+
+    def _late_scores(
+        self, first: list[str], second: list[str], params: PoolingParams, options: _Options
+    ) -> list[ScoringRequestOutput]:
+        """MaxSim of queries and documents, each of which is computed once."""
+        texts = [*dict.fromkeys(first)], [*dict.fromkeys(second)]
+        roles = [replace(params, prompt_name=role) for role in ("query", "document")]
+        each_params = [role for role, group in zip(roles, texts, strict=True) for _ in group]
+        outputs = self._pooled([*texts[0], *texts[1]], each_params, "token_embed", options)
+        vectors = [
+            self._pooling.vectors(output, "token_embed", each.prompt_name)
+            for output, each in zip(outputs, each_params, strict=True)
+        ]
+        num_queries, score = len(texts[0]), self._pooling.late_texts.score
+        queries = dict(zip(texts[0], vectors[:num_queries], strict=True))
+        documents = dict(zip(texts[1], vectors[num_queries:], strict=True))
+        made = dict(zip(texts[1], outputs[num_queries:], strict=True))
+        return [
+            output_of(ScoringRequestOutput, made[b], ScoringOutput(score(queries[a], documents[b])))
             for a, b in zip(first, second, strict=True)
         ]
 
@@ -225,7 +250,8 @@ def _one_each(params: Params, count: int) -> list[PoolingParams]:
             f"pooling_params must be PoolingParams, or a list of {count} of them",
             param="pooling_params",
         )
-    return [each.clone() for each in listed]
+    copies = {id(each): each.clone() for each in listed}
+    return [copies[id(each)] for each in listed]
 
 
 def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:

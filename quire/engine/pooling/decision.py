@@ -16,7 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec, PoolingKind
-from quire.models.pooling import OutputActivation, PoolingSpec
+from quire.models.pooling import LateInteraction, OutputActivation, PoolingSpec
 from quire.models.registry import POOLING_ARCHITECTURES, declare
 from quire.text.tokenizer import Tokenizer
 from quire.weights.sentence_transformers import (
@@ -40,7 +40,14 @@ _OWN_KEYS = (
 )
 """Keys of a config that say how to pool: no family reads them."""
 _KINDS: dict[str, PoolingKind] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
-_POOLER_KEYS = {"pooling_type", "seq_pooling_type", "use_activation", "normalize", "activation"}
+_POOLER_KEYS = {
+    "pooling_type",
+    "seq_pooling_type",
+    "use_activation",
+    "normalize",
+    "activation",
+    "query_expansion",
+}
 
 
 class PoolingModel(NamedTuple):
@@ -175,6 +182,8 @@ class _Decision:
 
     def _embedder(self) -> PoolingSpec:
         stored = self._stored
+        if stored is not None and stored.late is not None:
+            return self._token_embedder(stored, stored.late)
         if stored is not None:
             self._sources.append(("pooling", f"{stored.kind}: {stored.kind_source}"))
             self._sources.append(
@@ -197,6 +206,22 @@ class _Decision:
             )  # fmt: skip
             self._sources.append(("pooling", f"{kind}, normalized: a default, no file says"))
         return self._spec_of(task="embed", kind=kind, is_normalized=self._is_activated(True))
+
+    def _token_embedder(self, stored: StoredPooling, late: LateInteraction) -> PoolingSpec:
+        """Of late interaction: a vector for each token."""
+        self._sources.append(("pooling", "each token: modules.json"))
+        expands = self._wishes.get("query_expansion", True)
+        if late.expansion is not None:
+            says = f"to {late.expansion.length} tokens: the folder" if expands else "off: given"
+            self._sources.append(("query expansion", says))
+        return self._spec_of(
+            task="embed",
+            kind="cls",
+            is_per_token=True,
+            late=late if expands else replace(late, expansion=None),
+            layers=stored.layers,
+            is_normalized=self._is_activated(stored.is_normalized),
+        )
 
     def _spec_of(self, **fields: Any) -> PoolingSpec:
         texts = read_texts(self._files.folder) if has_modules(self._files.folder) else StoredTexts()

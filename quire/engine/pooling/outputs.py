@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.core.pooling import OF_TOKENS, PoolingTask
 from quire.core.request import RequestMetrics
 from quire.engine.front.outputs import RequestOutput
 from quire.errors import RequestError
@@ -24,12 +23,6 @@ class PoolingOutput:
 
     data: NDArray[np.float32]
     """float32 [D], or [tokens, D]"""
-
-    @classmethod
-    def of(cls, output: RequestOutput, task: PoolingTask) -> Self:
-        """What came of a request for `task`. RequestError where it failed."""
-        vectors = vectors_of(output)
-        return cls(vectors if task in OF_TOKENS else vectors[0])
 
     def tolist(self) -> list[Any]:
         """As lists of numbers."""

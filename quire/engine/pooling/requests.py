@@ -9,19 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import RowSampling
 from quire.core.pooling import OF_TOKENS, Pool, PoolingParams, PoolingTask
 from quire.core.request_spec import RequestSpec
 from quire.engine.front.digest import Digest
+from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt
 from quire.engine.plan.planning import EnginePlan
+from quire.engine.pooling.late_interaction import LateTexts
+from quire.engine.pooling.outputs import PoolingOutput, vectors_of
 from quire.engine.pooling.texts import PoolingTexts
 from quire.errors import InvalidParameterError, NotAvailableError
 from quire.models.pooling import OF_WHOLE, PoolingSpec
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MAKES = {"embed": "vectors of texts", "classify": "classes of texts"}
 
@@ -126,14 +133,48 @@ class PoolingRequests:
         text: object = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if ids is None and isinstance(text, str):
-            before = self.prompt_of(params.prompt_name) if "embed" in task else ""
-            token_ids = self.texts.encode(text, keep, before)
-            skipped = self.texts.num_prompt_tokens(before)
+            token_ids, skipped = self.encode(text, params.prompt_name, keep, task)
             return {"prompt_token_ids": token_ids, "prompt": text}, skipped
         if keep is None:
             return prompt, 0
         listed: Any = prompt if ids is None else ids
         return {"prompt_token_ids": self.cut(list(listed), keep)}, 0
+
+    def encode(
+        self, text: str, prompt_name: str | None, keep: int | None, task: PoolingTask
+    ) -> tuple[list[int], int]:
+        """A text's token ids behind its prompt, and how many of them are not pooled."""
+        if "embed" not in task:
+            return self.texts.encode(text, keep), 0
+        before = self.prompt_of(prompt_name)
+        if self.spec.late is not None:
+            is_query = prompt_name == "query"
+            return self.late_texts.encode(text, before, keep, is_query=is_query), 0
+        return self.texts.encode(text, keep, before), self.texts.num_prompt_tokens(before)
+
+    @cached_property
+    def late_texts(self) -> LateTexts:
+        """Queries and documents of a model that makes a vector for each token."""
+        assert self.spec.late is not None
+        return LateTexts(self.texts, self.spec.late)
+
+    def vectors(
+        self, output: RequestOutput, task: PoolingTask, prompt_name: str | None = None
+    ) -> NDArray[np.float32]:
+        """What came of a request, float32 [vectors, elements]: of late interaction, those that
+        count. RequestError where it failed."""
+        vectors = vectors_of(output)
+        if self.spec.late is None or task != "token_embed" or self._tokenizer is None:
+            return vectors
+        is_query = prompt_name == "query"
+        return vectors[self.late_texts.counts(output.prompt_token_ids, is_query=is_query)]
+
+    def result(
+        self, output: RequestOutput, task: PoolingTask, params: PoolingParams
+    ) -> PoolingOutput:
+        """What `encode` gives: a vector, or one for each token that counts."""
+        vectors = self.vectors(output, task, params.prompt_name)
+        return PoolingOutput(vectors if task in OF_TOKENS else vectors[0])
 
     def pool(self, params: PoolingParams, task: PoolingTask, num_skipped: int = 0) -> Pool:
         """The task of the worker."""
@@ -162,8 +203,9 @@ class PoolingRequests:
     def prompt_of(self, name: str | None) -> str:
         """What is put before texts: the prompt of that name, or the model's default; or nothing."""
         spec = self.spec
-        name = spec.default_prompt if name is None else name
-        if name is None:
+        default = spec.default_prompt if spec.late is None else "document"
+        name = default if name is None else name
+        if name is None or (spec.late is not None and name not in spec.prompts):
             return ""
         if name not in spec.prompts:
             known = ", ".join(spec.prompts) or "none"

@@ -123,9 +123,10 @@ class PoolingRuns:
             skipping = requests.digest(params, task, num_skipped) if num_skipped else digest
         keep = params.truncate_prompt_tokens
         written = [each for each in inputs if isinstance(each, str)]
-        encoded = await self.encode(
-            written, lambda text: requests.texts.encode(text, keep, before), len
-        )
+        with refusals():
+            encoded = await self.encode(
+                written, lambda text: requests.encode(text, body.prompt_name, keep, task)[0], len
+            )
         made = iter(encoded)
         listed = [
             (next(made), skipping) if isinstance(each, str) else (requests.cut(each, keep), digest)

@@ -143,6 +143,8 @@ class TextScores:
     ) -> tuple[list[float], Usage]:
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
         params = PoolingParams(truncate_prompt_tokens=keep, use_activation=body.use_activation)
+        if requests.spec.late is not None:
+            return await self._late_scores(call, body, pairs, receive)
         if requests.spec.task == "embed":
             return await self._cosines(call, body, pairs, receive)
         if requests.num_outputs != 1:
@@ -161,6 +163,42 @@ class TextScores:
         prompts = [(token_ids, digest) for token_ids in encoded]
         outputs, usage = await self._runs.run(call, body, prompts, receive)
         return [floats_of(each)[0] for each in outputs], usage
+
+    async def _late_scores(
+        self,
+        call: Call,
+        body: PairFields,
+        pairs: Sequence[tuple[str, str]],
+        receive: Receive | None,
+    ) -> tuple[list[float], Usage]:
+        """MaxSim of queries and documents, each of which is computed once."""
+        requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
+        digest = requests.digest(PoolingParams(), "token_embed")
+        texts = [
+            (role, text)
+            for place, role in enumerate(("query", "document"))
+            for text in dict.fromkeys(pair[place] for pair in pairs)
+        ]
+        with refusals():
+            encoded = await self._runs.encode(
+                texts,
+                lambda each: requests.encode(each[1], each[0], keep, "token_embed")[0],
+                lambda each: len(each[1]),
+            )
+        prompts = [(token_ids, digest) for token_ids in encoded]
+        outputs, usage = await self._runs.run(call, body, prompts, receive)
+        score = requests.late_texts.score
+
+        def compare() -> list[float]:
+            vectors = {
+                each: requests.vectors(output, "token_embed", each[0])
+                for each, output in zip(texts, outputs, strict=True)
+            }
+            return [score(vectors["query", a], vectors["document", b]) for a, b in pairs]
+
+        num_products = sum(len(output.pooled or b"") for output in outputs) * len(pairs)
+        scores: list[float] = await self._runs.written(num_products, compare)
+        return scores, usage
 
     async def _cosines(
         self,

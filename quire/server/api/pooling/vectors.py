@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from quire.core.pooling import PoolingTask
+from quire.core.pooling import OF_TOKENS, PoolingTask
 from quire.engine.front.outputs import RequestOutput
 from quire.server.api.pooling.runs import PoolingRuns, VectorFields, floats_of, usage_of
 from quire.server.http.body import read_bytes, read_json
 from quire.server.http.call import Call, call_of
 from quire.server.http.responses import json_response
 from quire.server.state import Api
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _T = TypeVar("_T")
 
@@ -65,17 +69,14 @@ class Vectors:
         call, answer = call_of(request), self._runs.answer(body, "pool")
         task = body.task or self._runs.requests.default_task
         outputs, usage = await self._runs.vectors(call, body, task, request.receive)
-        is_many = task.startswith("token_")
+        requests, is_many = self._runs.requests, task in OF_TOKENS
 
         def write() -> Response:
-            data = [
-                {
-                    "object": "pooling",
-                    "index": n,
-                    "data": _shown(each, body.encoding_format, is_many),
-                }
-                for n, each in enumerate(outputs)
-            ]
+            data = []
+            for number, output in enumerate(outputs):
+                vectors = requests.vectors(output, task, body.prompt_name)
+                shown = _written(vectors if is_many else vectors[0], body.encoding_format)
+                data.append({"object": "pooling", "index": number, "data": shown})
             return json_response(
                 call, {**answer.envelope(), "data": data, "usage": usage_of(usage)}
             )
@@ -121,7 +122,7 @@ class Vectors:
                 {
                     "object": "embedding",
                     "index": number,
-                    "embedding": _shown(output, body.encoding_format, False),
+                    "embedding": _shown(output, body.encoding_format),
                 }
                 for number, output in enumerate(outputs)
             ]
@@ -135,12 +136,15 @@ def _num_numbers(outputs: list[RequestOutput]) -> int:
     return sum(len(output.pooled or b"") // 4 for output in outputs)
 
 
-def _shown(output: RequestOutput, form: str, is_many: bool) -> Any:
+def _shown(output: RequestOutput, form: str) -> Any:
     """A vector as the client wants it: base64 is that of little-endian float32."""
     if form == "base64":
         return base64.b64encode(output.pooled or b"").decode()
-    numbers = floats_of(output)
-    if not is_many:
-        return numbers
-    width = len(numbers) // output.num_vectors
-    return [numbers[first : first + width] for first in range(0, len(numbers), width)]
+    return floats_of(output)
+
+
+def _written(vectors: NDArray[np.float32], form: str) -> Any:
+    """The same of vectors that were read already, one or many."""
+    if form == "base64":
+        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
+    return vectors.tolist()
