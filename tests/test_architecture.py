@@ -173,7 +173,7 @@ MAX_LINES = {
     "quire/executor": 500, "quire/grammar": 1_600, "quire/kernels": 9_200, "quire/lora": 900,
     "quire/media": 800, "quire/models": 4_050, "quire/nn": 800, "quire/observe": 200,
     "quire/program": 700, "quire/quant": 2_000, "quire/sampling": 1_300, "quire/server": 14_000,
-    "quire/sim": 1_200, "quire/text": 4_100, "quire/utils": 100, "quire/weights": 2_100,
+    "quire/sim": 1_200, "quire/text": 4_100, "quire/utils": 100, "quire/weights": 2_300,
     "quire/worker": 1_900,
 }  # fmt: skip
 

@@ -97,6 +97,21 @@ def test_openais_client_gets_the_vectors_of_all_four_forms_of_input(
             assert made.usage.prompt_tokens == made.usage.total_tokens == count
 
 
+def test_langchains_embeddings_are_the_librarys(
+    embedder: RunningServer, vectors: Callable[..., Any]
+) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    model = langchain_openai.OpenAIEmbeddings(
+        base_url=embedder.v1, api_key="unused", model="embedder", max_retries=0,
+        check_embedding_ctx_length=False,  # else it counts tokens with a vocabulary of OpenAI's
+    )  # fmt: skip
+    name = httpx.get(f"{embedder.v1}/models").json()["data"][0]["id"]
+    model.model = name
+    wanted = [output.outputs.embedding for output in vectors()]
+    assert model.embed_documents(TEXTS) == wanted
+    assert model.embed_query(TEXTS[0]) == wanted[0]
+
+
 def test_floats_and_base64_are_the_same_numbers(embedder: RunningServer) -> None:
     plain = post(embedder, "/v1/embeddings", input=TEXTS)
     coded = post(embedder, "/v1/embeddings", input=TEXTS, encoding_format="base64")
