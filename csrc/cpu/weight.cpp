@@ -41,13 +41,21 @@ static void pack_group(const LinearWeight &weight, const int8_t *values, uint8_t
     }
 }
 
-// From twice a number (-12 ... 12) to its four bits, or -1.
-static int e2m1_of(int doubled) {
-    constexpr int CODES[] = {0, 1, 2, 3, 4, -1, 5, -1, 6, -1, -1, -1, 7};
-    const int magnitude = doubled < 0 ? -doubled : doubled;
-    if (magnitude > 12 || CODES[magnitude] < 0) return -1;
-    return CODES[magnitude] | (doubled < 0 ? 8 : 0);
-}
+// From twice a number, as a byte, to its four bits, or BAD_CODE.
+constexpr uint8_t BAD_CODE = 0x80;
+struct E2m1Codes {
+    uint8_t of[256];
+
+    constexpr E2m1Codes() : of{} {
+        constexpr int DOUBLED[] = {0, 1, 2, 3, 4, 6, 8, 12};
+        for (uint8_t &code : of) code = BAD_CODE;
+        for (int i = 7; i >= 0; --i) {
+            of[(256 - DOUBLED[i]) % 256] = static_cast<uint8_t>(8 | i);
+            of[DOUBLED[i]] = static_cast<uint8_t>(i);
+        }
+    }
+};
+constexpr E2m1Codes E2M1_CODES;
 
 // Half a scale, as Python has it, to the byte of the scale; -1 where it is no power of two from 2^-126 to 2^124.
 static int e8m0_of(float half) {
@@ -69,12 +77,14 @@ static bool pack_mxfp4(const LinearWeight &weight, const Quantized &from, int64_
             to[i] = static_cast<uint8_t>(scale);
             const int8_t *values = from.values + (first + i) * weight.num_inputs + group * weight.group_size;
             uint8_t *codes = to + weight.header_bytes() + i * 4;
+            uint8_t seen = 0;
             for (int64_t k = 0; k < weight.group_size; ++k) {
-                const int code = e2m1_of(values[k]);
-                is_whole &= code >= 0;
+                const uint8_t code = E2M1_CODES.of[static_cast<uint8_t>(values[k])];
+                seen |= code;
                 uint8_t &both = codes[k / 8 * 4 * PANEL + k % 4];
-                both = static_cast<uint8_t>(both | (k % 8 < 4 ? code & 15 : code << 4));
+                both = static_cast<uint8_t>(both | code << (k & 4));
             }
+            is_whole &= (seen & BAD_CODE) == 0;
         }
     }
     return is_whole;

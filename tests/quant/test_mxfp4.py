@@ -118,6 +118,24 @@ def test_the_plan_counts_the_bytes_that_are_stored(tmp_path: Path) -> None:
     assert total == sum(each.nbytes for each in tensors.values() if each.dtype == torch.uint8)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "gigabytes"),
+    [("20b", 20_914_757_184, 13.8), ("120b", 116_829_156_672, 65.2)],
+)
+def test_published_configs_are_read(
+    shared: Path, name: str, num_parameters: int, gigabytes: float
+) -> None:
+    folder = shared / "data/tokenizers/model_configs"
+    config = json.loads((folder / f"openai--gpt-oss-{name}.json").read_text())
+    quantized = {"quantization_config": config.pop("quantization_config")}
+    spec = declare(config)
+    assert (spec.num_parameters, spec.context_len) == (num_parameters, 131072)
+    storage = read_storage(quantized, spec, None)
+    assert storage is not None and all("experts" in name for name in storage.by_name)
+    held = storage.formats.weight_bytes(spec, "bfloat16")
+    assert held == pytest.approx(gigabytes * 1e9, rel=0.005), "the size of the published files"
+
+
 def test_packed_weights_take_what_the_plan_says(tmp_path: Path) -> None:
     from quire.kernels import cpu
 
