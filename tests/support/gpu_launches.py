@@ -76,6 +76,25 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
         KERNELS.paged_attention(many, keys, values, batch([1] * 64, [3000] * 64), scale=0.1)
 
 
+def latents() -> None:
+    """DeepSeek V2 Lite's attention, a prompt and decodes, from floats and from bytes; the weights of
+    its heads, and V3's routing."""
+    for heads, form in ((16, "bfloat16"), (128, "bfloat16"), (16, "int8"), (16, "fp8")):
+        cache = empty_cache(8, 1, 16, 576, form)
+        for queries, contexts in (([256], [300]), ([1], [3000]), ([1] * 64, [3000] * 64)):
+            query = torch.zeros(sum(queries), heads, 576, dtype=BF16)
+            KERNELS.paged_attention(
+                query, cache, cache, batch(queries, contexts), scale=0.1, value_size=512
+            )
+        KERNELS.write_kv(query[:, :1], query[:, :1], cache, cache, torch.zeros(64).long())
+    weight = KERNELS.pack_linear(torch.zeros(16 * 512, 128, dtype=BF16))
+    KERNELS.head_linear(torch.zeros(2, 16, 192, dtype=BF16), weight)
+    angles, ids = torch.zeros(4, 2, 32), torch.zeros(64, dtype=torch.int64)
+    KERNELS.rope(query, ids, angles, interleaved=True, start=512)
+    routing = Routing(256, 8, True, "sigmoid", 8, 4, "best_two", 2.5)
+    KERNELS.choose_experts(torch.zeros(2, 256), routing, torch.zeros(256))
+
+
 def cascade() -> None:
     """Both parts of attention over a shared prefix."""
     tables, lengths = (
@@ -279,6 +298,7 @@ def single() -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     "attention": attention,
     "cascade": cascade,
+    "latents": latents,
     "quantized-cache": quantized_cache,
     "attention-float32": lambda: attention(torch.float32, (128,)),
     "linear": linear,
