@@ -27,6 +27,9 @@ class Image(NamedTuple):
     width: int
     num_tokens: int
     """Places that it takes in the prompt."""
+    tiling: tuple[int, ...] = ()
+    """Of one in tiles, whose pixels follow one another from top to bottom, the whole image first:
+    `quire.models.tiling.Tiling`."""
 
 
 class PlacedImage(NamedTuple):

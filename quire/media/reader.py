@@ -16,7 +16,9 @@ from typing import NamedTuple
 from quire.core.images import Image, PlacedImage
 from quire.errors import InvalidParameterError, UnavailableError
 from quire.media.sources import ImageSource, MediaAccess
+from quire.models.declaration import VisionSpec
 from quire.models.image_processing import ImageProcessing
+from quire.models.tiling import num_tokens, tiling_of
 
 MAX_PREPARE_S = 60.0
 """Of one image, from the request to the pixels that the tower reads."""
@@ -37,10 +39,7 @@ class ReaderLimits:
     """What a model's images may be."""
 
     processing: ImageProcessing
-    num_tokens: int
-    """Places of an image."""
-    placeholder: int
-    """The token that stands for an image, and for each of its rows."""
+    vision: VisionSpec
     max_images: int
     """Of a request."""
     max_tokens: int
@@ -86,7 +85,7 @@ class ImageReader:
     def check_count(self, count: int, param: str) -> None:
         """Refuse more images than a request may have."""
         limits = self.limits
-        most = min(limits.max_images, limits.max_tokens // limits.num_tokens)
+        most = min(limits.max_images, limits.max_tokens // limits.vision.num_tokens)
         if count > most:
             raise InvalidParameterError(
                 f"{param}: the request has {count} images, and this engine takes at most {most} "
@@ -107,12 +106,19 @@ class ImageReader:
     ) -> ExpandedPrompt:
         """Give each row of the images a place: the n-th placeholder of the prompt is the n-th
         image's. Raises InvalidParameterError where their numbers differ."""
-        placeholder = self.limits.placeholder
+        placeholder = self.limits.vision.placeholder
         count = token_ids.count(placeholder)
         if count != len(images):
             raise InvalidParameterError(
                 f"{param}: it has {count} places for images (token {placeholder}), and "
                 f"{len(images)} images are given; write one for each",
+                param=param,
+            )
+        num_places = sum(image.num_tokens for image in images)
+        if num_places > self.limits.max_tokens:
+            raise InvalidParameterError(
+                f"{param}: its images take {num_places} places, and this engine keeps at most "
+                f"{self.limits.max_tokens} (image_cache_memory); give fewer or smaller ones",
                 param=param,
             )
         if not images:
@@ -148,4 +154,6 @@ class ImageReader:
         identity.update(pixels.data)
         small = processed(pixels, settings, param)
         height, width = small.shape[:2]
-        return Image(identity.digest(), small.tobytes(), height, width, self.limits.num_tokens)
+        tiling = tuple(tiling_of(pixels.shape[:2], self.limits.vision) or ())
+        places = num_tokens(tiling, self.limits.vision)
+        return Image(identity.digest(), small.tobytes(), height, width, places, tiling)

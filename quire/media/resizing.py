@@ -3,16 +3,21 @@ has it (`quire.models.image_processing`). Equal to transformers' processors that
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from quire.errors import InvalidParameterError
 from quire.media.decoding import MAX_PIXELS, Pixels, pillow
 from quire.models.image_processing import ImageProcessing
+from quire.models.tiling import best_size
 
 
 def processed(pixels: Pixels, settings: ImageProcessing, param: str = "image") -> Pixels:
     """Return the pixels [height, width, 3] behind the processor, before they are scaled. Raises
     InvalidParameterError for an image that would become too large on the way."""
+    if settings.grids:
+        return _tiles(pixels, settings, param)
     if settings.pads_to_square:
         pixels = _squared(pixels, settings.mean, param)
     if settings.size is not None:
@@ -20,6 +25,27 @@ def processed(pixels: Pixels, settings: ImageProcessing, param: str = "image") -
     return np.ascontiguousarray(
         pixels if settings.crop is None else _cropped(pixels, settings.crop)
     )
+
+
+def _tiles(pixels: Pixels, settings: ImageProcessing, param: str) -> Pixels:
+    """The whole image as a square, then the tiles of the best grid, from top to bottom."""
+    assert settings.crop is not None
+    edge = settings.crop[0]
+    height, width = best_size(pixels.shape[:2], settings.grids)
+    scales = width / pixels.shape[1], height / pixels.shape[0]
+    fitting = (
+        (min(math.ceil(pixels.shape[0] * scales[0]), height), width)
+        if scales[0] < scales[1]
+        else (height, min(math.ceil(pixels.shape[1] * scales[1]), width))
+    )
+    canvas = np.zeros((height, width, 3), np.uint8)
+    top, left = (height - fitting[0]) // 2, (width - fitting[1]) // 2
+    canvas[top : top + fitting[0], left : left + fitting[1]] = _resized(
+        pixels, fitting, settings.resample, param
+    )
+    grid = canvas.reshape(height // edge, edge, width // edge, edge, 3).transpose(0, 2, 1, 3, 4)
+    whole = _resized(pixels, settings.crop, settings.resample, param)
+    return np.concatenate([whole, grid.reshape(-1, edge, 3)])
 
 
 def _target(pixels: Pixels, size: tuple[int, int] | int) -> tuple[int, int]:

@@ -439,6 +439,24 @@ class VisionSpec:
     drops_leading: bool
     """Whether those get no place in the prompt."""
     projector: RowsSpec
+    grids: tuple[tuple[int, int], ...] = ()
+    """Heights and widths that an image is brought to and cut into tiles, beside the whole of it;
+    none: the whole alone (`quire.models.tiling`)."""
+    newline: TensorSpec | None = None
+    """The row behind each row of patches, where there are tiles."""
+
+    @property
+    def max_tiles(self) -> int:
+        """Of an image, the whole of it included."""
+        area = self.image_size**2
+        return 1 + max((height * width // area for height, width in self.grids), default=0)
+
+    @property
+    def max_tokens(self) -> int:
+        """Places that an image takes at most."""
+        side, edge = self.image_size // self.patch_size, self.image_size
+        rows = ((height // edge * side, width // edge * side) for height, width in self.grids)
+        return self.num_tokens + max((height * (width + 1) for height, width in rows), default=0)
 
     @property
     def num_patches(self) -> int:
@@ -447,7 +465,7 @@ class VisionSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Places that an image takes in the prompt."""
+        """Places that an image, or the whole of one in tiles, takes in the prompt."""
         return self.num_patches + (0 if self.drops_leading else self.num_leading)
 
 

@@ -22,6 +22,9 @@ _FILTERS = range(6)
 _DEFAULTS: dict[str, Mapping[str, Any]] = {
     "CLIP": {},
     "Llava": {},
+    "LlavaNext": {
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    },
     "Siglip": {
         "size": {"height": 224, "width": 224},
         "do_center_crop": False,
@@ -36,7 +39,7 @@ _KNOWN = frozenset(
         "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb", "do_pad",
         "default_to_square", "image_processor_type", "feature_extractor_type", "processor_class",
         "data_format", "input_data_format", "device", "return_tensors", "disable_grouping",
-        "image_seq_length", "pad_size",
+        "image_seq_length", "pad_size", "image_grid_pinpoints",
     }
 )  # fmt: skip
 
@@ -58,6 +61,9 @@ class ImageProcessing:
     """Subtracted from each channel of the scaled pixels."""
     std: tuple[float, float, float]
     """Divides what is left."""
+    grids: tuple[tuple[int, int], ...] = ()
+    """Heights and widths, of which the best is filled and cut into tiles; all else is done to each
+    tile, and to the whole image, which is made square."""
 
     @property
     def output(self) -> tuple[int, int] | None:
@@ -86,8 +92,12 @@ def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
     if isinstance(crop, int):
         crop = (crop, crop)
     scales, normalizes = config.get("do_rescale", True), config.get("do_normalize", True)
+    grids = tuple(_grid(each) for each in config.get("image_grid_pinpoints") or ())
+    if grids and (crop != (size, size) or not config.get("do_resize", True)):
+        raise _refusal("crop_size", config.get("crop_size"), "the size, where there are tiles")
     return ImageProcessing(
-        pads_to_square=bool(config.get("do_pad", False)),
+        grids=grids,
+        pads_to_square=bool(config.get("do_pad", False)) and not grids,
         size=size if config.get("do_resize", True) else None,
         resample=int(resample),
         crop=crop if config.get("do_center_crop", True) else None,
@@ -107,6 +117,13 @@ def _size(config: Mapping[str, Any], key: str, default: Any) -> tuple[int, int] 
             return _edge(given["height"], key), _edge(given["width"], key)
         raise _refusal(key, value, "height and width, or shortest_edge")
     return _edge(value, key)
+
+
+def _grid(value: object) -> tuple[int, int]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise _refusal("image_grid_pinpoints", value, "pairs of height and width")
+    height, width = (_edge(each, "image_grid_pinpoints") for each in value)
+    return height, width
 
 
 def _edge(value: object, key: str) -> int:

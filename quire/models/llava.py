@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from quire.models.clip import declare_clip
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import DecoderSpec, MlpSpec, RowsSpec, VisionSpec, linear
+from quire.models.declaration import (
+    DecoderSpec,
+    MlpSpec,
+    RowsSpec,
+    TensorSpec,
+    VisionSpec,
+    linear,
+)
 from quire.models.dimensions import ACTIVATIONS, read_dtype
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
@@ -54,6 +61,7 @@ _CLIP: Mapping[str, object] = {
 }
 _CLIP_FAMILY = "clip_vision_model"
 _TOWERS = {_CLIP_FAMILY: declare_clip, "siglip_vision_model": declare_siglip}
+_GRIDS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 RENAMED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -61,6 +69,7 @@ RENAMED = (
     ("model.vision_tower.vision_model.", "vision_tower."),
     ("model.vision_tower.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),
+    ("model.image_newline", "image_newline"),
     ("model.multi_modal_projector.", "multi_modal_projector."),
 )
 """Older and newer names of the same."""
@@ -119,6 +128,30 @@ def declare_llava(config: ConfigReader) -> DecoderSpec:
             *(f"vision_tower.encoder.layers.{index}." for index in above),
         ),
     )
+
+
+def declare_llava_next(config: ConfigReader) -> DecoderSpec:
+    """LLaVA-NeXT, or 1.6: an image is read whole and in tiles of the grid that suits it best."""
+    spec = declare_llava(config)
+    assert spec.vision is not None
+    config.require("use_image_newline_parameter", True)
+    given = config.raw("image_grid_pinpoints") if config.has("image_grid_pinpoints") else _GRIDS
+    edge = spec.vision.image_size
+    are_pairs = isinstance(given, list | tuple) and all(
+        isinstance(each, list | tuple)
+        and len(each) == 2
+        and all(type(size) is int and size > 0 and size % edge == 0 for size in each)
+        for each in given
+    )
+    if not given or not are_pairs or (not spec.vision.drops_leading and spec.vision.num_leading):
+        raise config.refuse("image_grid_pinpoints", f"pairs of multiples of image_size={edge}")
+    assert isinstance(given, list | tuple)
+    vision = replace(
+        spec.vision,
+        grids=tuple((each[0], each[1]) for each in given),
+        newline=TensorSpec("image_newline", (spec.hidden_size,)),
+    )
+    return replace(spec, vision=vision)
 
 
 def _family(config: ConfigReader, key: str) -> str | None:

@@ -18,7 +18,7 @@ from quire.models.gemma3 import declare_gemma3
 from quire.models.gpt2 import declare_gpt2
 from quire.models.gpt_oss import declare_gpt_oss
 from quire.models.llama import declare_llama
-from quire.models.llava import declare_llava
+from quire.models.llava import declare_llava, declare_llava_next
 from quire.models.mistral import declare_mistral
 from quire.models.mixtral import declare_mixtral
 from quire.models.modernbert import declare_modernbert
@@ -90,6 +90,7 @@ ARCHITECTURES: dict[str, Declare] = {
     **{f"{name}ForCausalLM": each for name, each in DECODERS.items()},
     "GPT2LMHeadModel": declare_gpt2,
     "LlavaForConditionalGeneration": declare_llava,
+    "LlavaNextForConditionalGeneration": declare_llava_next,
 }
 """Models that generate text."""
 POOLING_ARCHITECTURES: dict[str, Declare] = {

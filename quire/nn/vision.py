@@ -20,6 +20,7 @@ from quire.kernels.placed import PlacedRows
 from quire.models.declaration import TOWER_STAGES, RowsSpec, TensorSpec, VisionSpec
 from quire.models.image_processing import ImageProcessing
 from quire.models.lowering import lower_rows
+from quire.models.tiling import Tiling
 from quire.quant.linears import FloatLinears
 
 
@@ -34,6 +35,7 @@ class VisionModel:
         parts = stages_of(spec.tower, TOWER_STAGES)
         self._stages = [_Stage(part, floats, spec.num_patches + spec.num_leading) for part in parts]
         self._projector = _Stage(spec.projector, floats, spec.num_tokens)
+        self._newline = None if spec.newline is None else _filled(spec.newline, floats)
 
     @property
     def num_bytes(self) -> int:
@@ -41,9 +43,34 @@ class VisionModel:
         return sum(stage.num_bytes for stage in (*self._stages, self._projector))
 
     @torch.inference_mode()
-    def encode(self, pixels: NDArray[np.uint8]) -> Iterator[Tensor | None]:
+    def encode(
+        self, pixels: NDArray[np.uint8], tiling: tuple[int, ...] = ()
+    ) -> Iterator[Tensor | None]:
         """Compute the rows of pixels [height, width, 3], a stage at a time: yields None while more
-        is to be done, and last the rows [places, H]."""
+        is to be done, and last the rows [places, H]. Those of an image in tiles are its own, then
+        the grid's (`Image.tiling`)."""
+        found, edge = list[Tensor](), self.spec.image_size if tiling else len(pixels)
+        for first in range(0, len(pixels), edge):
+            for rows in self._encode_tile(pixels[first : first + edge]):
+                if rows is None:
+                    yield None
+                else:
+                    found.append(rows)
+        yield self._arranged(found, Tiling(*tiling)) if tiling else found[0]
+
+    def _arranged(self, tiles: list[Tensor], tiling: Tiling) -> Tensor:
+        """Put the tiles' patches row by row, without what surrounds the image, each row ended."""
+        assert self._newline is not None
+        whole, *others = tiles
+        side = self.spec.image_size // self.spec.patch_size
+        grid = torch.stack(others).view(tiling.rows, tiling.columns, side, side, -1)
+        grid = grid.transpose(1, 2).reshape(tiling.rows * side, tiling.columns * side, -1)
+        bottom, right = tiling.top + tiling.height, tiling.left + tiling.width
+        kept = grid[tiling.top : bottom, tiling.left : right]
+        ends = self._newline.expand(tiling.height, 1, -1)
+        return torch.cat([whole, torch.cat([kept, ends], dim=1).flatten(0, 1)])
+
+    def _encode_tile(self, pixels: NDArray[np.uint8]) -> Iterator[Tensor | None]:
         spec = self.spec
         patches = patches_of(pixels, self._processing, spec.patch_size)
         rows = torch.from_numpy(patches).to(device=self._device, dtype=self._dtype)

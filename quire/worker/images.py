@@ -119,8 +119,7 @@ class ImageTable:
             if not self._asked:
                 return
             image = self._asked.popleft()
-            pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
-            self._encoding = image.digest, self._model.encode(pixels)
+            self._encoding = image.digest, self._stages(image)
         digest, stages = self._encoding
         try:
             rows = next(stages)
@@ -130,6 +129,11 @@ class ImageTable:
             return
         if rows is not None:
             self._keep(digest, rows)
+
+    def _stages(self, image: Image) -> Iterator[Tensor | None]:
+        """Encode an image; nothing of it runs, or fails, before the first stage does."""
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+        yield from self._model.encode(pixels, image.tiling)
 
     def _keep(self, digest: bytes, rows: Tensor) -> None:
         if not bool(torch.isfinite(rows).all()):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from vision_models import (
     LLAVA,
+    NEXT,
     NUM_TOKENS,
     PLACEHOLDER,
     PROCESSOR,
@@ -19,6 +20,7 @@ from vision_models import (
     picture,
     siglip_config,
     write_llava,
+    write_llava_next,
 )
 
 from quire import LLM, SamplingParams
@@ -160,6 +162,71 @@ def test_siglips_tower_is_that_of_transformers(layer: int, tmp_path: Path) -> No
             assert abs(found.logprob - float(expected[place, token_id])) < 1e-4 * scale
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [[(40, 40)], [(20, 90)], [(90, 20)], [(28, 28)], [(57, 56), (13, 17)], [(30, 61), (200, 90)]],
+)
+def test_tiles_are_those_of_transformers(
+    sizes: list[tuple[int, int]], next_llm: LLM, next_theirs: Any
+) -> None:
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+
+    images = [pillow.fromarray(picture(n, *size)) for n, size in enumerate(sizes)]
+    [output] = _run(next_llm, _prompt(*images))
+    prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+    inputs = LlavaNextImageProcessorPil(**NEXT)(images, return_tensors="pt")
+    with torch.no_grad():
+        ids = torch.tensor([prompt + answer])
+        logits = next_theirs(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == answer
+    expected, scale = torch.log_softmax(logits, -1), float(logits.abs().max())
+    for place, entry in enumerate(output.outputs[0].logprobs):
+        for token_id, found in entry.items():
+            assert abs(found.logprob - float(expected[place, token_id])) < 1e-4 * scale
+
+
+@pytest.fixture(scope="module")
+def next_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("next")
+    return path
+
+
+@pytest.fixture(scope="module")
+def next_theirs(next_folder: Path) -> Any:
+    return write_llava_next(next_folder)
+
+
+@pytest.fixture(scope="module")
+def next_llm(next_folder: Path, next_theirs: Any) -> Iterator[LLM]:
+    with LLM(str(next_folder), **OPTIONS) as found:
+        yield found
+
+
+def test_tiles_keep_their_bits_in_chunks_and_out_of_the_cache(
+    next_folder: Path, next_llm: LLM
+) -> None:
+    prompts = [_prompt(picture(1, 40, 40)), _prompt(picture(2, 20, 90), picture(1, 40, 40))]
+    expected = [_run(next_llm, each)[0].outputs[0].logprobs for each in prompts]
+    options = OPTIONS | {"max_num_batched_tokens": 8}
+    with LLM(str(next_folder), **options) as llm:
+        for _ in range(2):
+            found = _run(llm, *prompts)
+            assert [each.outputs[0].logprobs for each in found] == expected
+        assert found[0].num_cached_tokens > NUM_TOKENS
+
+
+def test_tiles_are_counted_where_images_are_limited(next_folder: Path, next_llm: LLM) -> None:
+    """Eight rows of nine places beside the whole image's sixteen."""
+    [output] = _run(next_llm, _prompt(picture(1, 40, 40)))
+    assert len(output.prompt_token_ids) == 3 + 16 + 8 * 9
+    with LLM(str(next_folder), **OPTIONS, image_cache_memory=100 * 64 * 4) as llm:
+        with pytest.raises(InvalidParameterError, match=r"176 places.*at most 100"):
+            _run(llm, _prompt(picture(1, 40, 40), picture(2, 40, 40)))
+        assert _run(llm, _prompt(picture(1, 40, 40)))[0].error is None
+
+
 def test_older_names_of_weights_are_known(folder: Path, theirs: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -246,11 +313,11 @@ def test_an_image_that_fails_ends_its_request_alone(
     with LLM(str(folder), **OPTIONS) as llm:
         encode = _table(llm)._model.encode
 
-        def broken(pixels: Any) -> Any:
+        def broken(pixels: Any, tiling: Any) -> Any:
             yield None
             if pixels[0, 0, 0] == 255:
                 raise ValueError("broken")
-            yield from encode(pixels)
+            yield from encode(pixels, tiling)
 
         monkeypatch.setattr(_table(llm)._model, "encode", broken)
         bad = np.full((28, 28, 3), 255, np.uint8)
@@ -259,6 +326,15 @@ def test_an_image_that_fails_ends_its_request_alone(
         assert fine.error is None
         [again] = _run(llm, _prompt(picture(1)))
         assert again.outputs[0].token_ids == fine.outputs[0].token_ids
+
+
+def test_a_tower_that_cannot_begin_ends_its_requests_alone(
+    folder: Path, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        monkeypatch.setattr(_table(llm)._model, "encode", None)
+        failed, fine = _run(llm, _prompt(picture(1)), {"prompt_token_ids": [3, 4]})
+        assert failed.outputs[0].finish_reason == "error" and fine.error is None
 
 
 @pytest.mark.parametrize(
@@ -342,6 +418,24 @@ def _has_memory() -> bool:
             "no class token",
         ),
         ({"image_token_index": 256}, {}, Unsupported, "image_token_index"),
+        (
+            {
+                "architectures": ["LlavaNextForConditionalGeneration"],
+                "image_grid_pinpoints": [[28, 30]],
+            },
+            {},
+            Unsupported,
+            "multiples of image_size=28",
+        ),
+        (
+            {
+                "architectures": ["LlavaNextForConditionalGeneration"],
+                "image_grid_pinpoints": [[28, 56]],
+            },
+            {},
+            ConfigError,
+            "must be the same",
+        ),
         ({}, {"enable_lora": True}, ConfigError, "adapters"),
         ({}, {"image_cache_memory": 64}, ConfigError, "holds no image"),
         ({}, {"limit_mm_per_prompt": {"image": -1}}, ConfigError, "limit_mm_per_prompt"),

@@ -101,7 +101,26 @@ def siglip_config() -> Any:
     return SiglipVisionConfig(**sizes, image_size=30)
 
 
-def write_llava(folder: Path, *, processor: Any = PROCESSOR, **overrides: Any) -> Any:
+GRIDS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+NEXT = {
+    **PROCESSOR,
+    "image_processor_type": "LlavaNextImageProcessor",
+    "image_grid_pinpoints": GRIDS,
+}
+"""Processor of a model that reads images in tiles."""
+
+
+def write_llava_next(folder: Path) -> Any:
+    """Save a LLaVA-NeXT as `write_llava` saves a LLaVA."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    kind: Any = (LlavaNextConfig, LlavaNextForConditionalGeneration)
+    return write_llava(folder, processor=NEXT, kind=kind, image_grid_pinpoints=GRIDS)
+
+
+def write_llava(
+    folder: Path, *, processor: Any = PROCESSOR, kind: Any = None, **overrides: Any
+) -> Any:
     """Save a LLaVA of random weights, large enough that an image decides what is answered, with its
     processor's settings; returns transformers' model."""
     import torch
@@ -112,8 +131,9 @@ def write_llava(folder: Path, *, processor: Any = PROCESSOR, **overrides: Any) -
     vision = {key: value for key, value in VISION.items() if key != "model_type"}
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
     sections = {"vision_config": CLIPVisionConfig(**vision), "text_config": LlamaConfig(**text)}
-    config = LlavaConfig(**{**sections, "image_token_index": PLACEHOLDER, **overrides})
-    model: Any = Llava(config)
+    make_config, make_model = kind or (LlavaConfig, Llava)
+    config = make_config(**{**sections, "image_token_index": PLACEHOLDER, **overrides})
+    model: Any = make_model(config)
     model.eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

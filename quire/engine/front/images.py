@@ -14,8 +14,7 @@ def image_reader(plan: EnginePlan) -> ImageReader | None:
         return None
     limits = ReaderLimits(
         images.processing,
-        vision.num_tokens,
-        vision.placeholder,
+        vision,
         images.max_per_prompt,
         images.max_tokens,
     )

@@ -47,18 +47,23 @@ def plan_images(
             f"preprocessor_config.json makes images of {processing.output}, and the tower of "
             f"config.json reads {size} (height, width)"
         )
+    if processing.grids != vision.grids:
+        raise ConfigError(
+            f"image_grid_pinpoints are {processing.grids} in preprocessor_config.json and "
+            f"{vision.grids} in config.json; they must be the same"
+        )
     row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
     most = max_per_prompt(config)
-    if most * 3 * vision.image_size**2 > _MAX_PIXEL_BYTES:
+    if most * 3 * vision.image_size**2 * vision.max_tiles > _MAX_PIXEL_BYTES:
         raise ConfigError(
             f"limit_mm_per_prompt: {most} images of {size[0]} x {size[1]} pixels are more than a "
             f"request may carry, {format_bytes(_MAX_PIXEL_BYTES)}; lower it"
         )
-    image_bytes = vision.num_tokens * row_bytes
+    image_bytes = vision.max_tokens * row_bytes
     given = config.image_cache_memory
     if given is None:
         num_bytes = max(_LEAST_BYTES, most * image_bytes)
-        reason = f"{num_bytes // image_bytes} images of {vision.num_tokens} rows"
+        reason = f"{num_bytes // image_bytes} images of {vision.max_tokens} rows"
     else:
         num_bytes, reason = parse_bytes(given, option="image_cache_memory"), "given"
     if num_bytes < image_bytes:
@@ -67,7 +72,7 @@ def plan_images(
         )
     num_rows = vision.num_patches + vision.num_leading
     temporary = TOWER_STAGES * block_bytes(vision.tower.blocks, vision.tower.hidden_size, num_rows)
-    pixels = 2 * num_rows * vision.tower.width * DTYPE_BYTES["float32"]
+    pixels = 2 * num_rows * vision.max_tiles * vision.tower.width * DTYPE_BYTES["float32"]
     return ImagePlan(
         processing, most, num_bytes // row_bytes, num_bytes, temporary + pixels, reason
     )
