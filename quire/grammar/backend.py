@@ -66,7 +66,11 @@ class NativeVocabulary:
             if not data:
                 tokens[token_id] = b"<unused %d>" % token_id
                 special.add(token_id)
-        self.num_tokens = len(tokens)
+        nameless = special | set(vocabulary.eos_token_ids)
+        self.texts = [
+            None if token_id in nameless else text for token_id, text in enumerate(tokens)
+        ]
+        """By id; None for tokens that stand for no text."""
         self.native = _library().LLTokenizer(
             _Wrapper(tokens, sorted(special | set(vocabulary.eos_token_ids)), vocabulary),
             eos_token=list(vocabulary.eos_token_ids),

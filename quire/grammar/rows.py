@@ -35,6 +35,10 @@ class RowMatchers:
     def close(self) -> None:
         self._grammars.close()
 
+    def forget(self, row: int) -> None:
+        """Have the row's matcher made anew when it is needed."""
+        self._matchers.pop(row, None)
+
     def of(self, row: int, sampling: RowSampling) -> Matcher:
         """Return the row's matcher. Raises RequestError where its grammar cannot be compiled."""
         found = self._matchers.get(row)

@@ -77,7 +77,7 @@ class GrammarTable:
         if compiled is None:
             compiled = self._compile_now(grammar)
         assert self._vocabulary is not None
-        return Matcher(compiled.deep_copy(), self._vocabulary.num_tokens)
+        return Matcher(compiled.deep_copy(), self._vocabulary.texts)
 
     def close(self) -> None:
         """End the thread, once it is done with what it has."""

@@ -15,10 +15,12 @@ from optional_packages import HAS_GRAMMARS
 from relay import Relay
 
 from quire.config.engine import EngineConfig
+from quire.core.drafts import FORCED
 from quire.core.params import SamplingParams, ThinkTags
 from quire.core.scheduler.preemption import assess
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
 from quire.core.speculation.speculator import Speculator
+from quire.core.speculation.standing import StandingOrders
 from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import RequestBuilder
@@ -39,6 +41,11 @@ SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
     "required": ["name", "age"],
+}
+LONG_KEYS = {
+    "type": "object",
+    "properties": {"the first temperature": {"type": "integer"}, "is it": {"type": "boolean"}},
+    "required": ["the first temperature", "is it"],
 }
 LOOP = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2}
 MARKS = ThinkTags("<think>", "</think>", is_open=True)
@@ -88,6 +95,10 @@ REQUESTS: Mapping[str, tuple[list[int], dict[str, Any]]] = {
     "plain greedy": (_prompt(14, 20, repeats=2), {"logprobs": None, "temperature": 0.0}),
     "thinking": (_prompt(15, 26), {"thinking_token_budget": 5, "thinking_marks": MARKS}),
     "json": (_prompt(16, 21), {"ignore_eos": False, "structured_outputs": {"json": SCHEMA}}),
+    "long keys": (
+        _prompt(18, 11),
+        {"temperature": 0.7, "ignore_eos": False, "structured_outputs": {"json": LONG_KEYS}},
+    ),
     "regex": (
         _prompt(17, 5),
         {"temperature": 0.0, "ignore_eos": False, "structured_outputs": {"regex": "[ab]{9}-[0-9]*"}},
@@ -130,7 +141,9 @@ _PLAIN: dict[str, Answers] = {}
 def plain(make_engine: MakeEngine) -> Answers:
     """What an engine answers that guesses nothing."""
     if not _PLAIN:
-        _PLAIN["all"] = _answers(make_engine(**ENGINE))
+        engine = make_engine(**ENGINE)
+        engine.scheduler.look_ahead = None
+        _PLAIN["all"] = _answers(engine)
     return _PLAIN["all"]
 
 
@@ -151,6 +164,9 @@ GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
     "always right": lambda plain: Speculator(KnownAnswers(_known(plain), vocab_size=VOCAB_SIZE), 8),
     "often right": lambda plain: Speculator(
         KnownAnswers(_known(plain), chance=0.7, vocab_size=VOCAB_SIZE), 3
+    ),
+    "forced and suffix": lambda plain: Speculator(
+        LookupDrafter(memory=OutputMemory()), 12, forced=StandingOrders(FORCED, 12)
     ),
 }
 
@@ -243,8 +259,45 @@ def test_guesses_change_no_bit_beyond_an_engine_that_is_lost(
     assert {name: _answer(each[-1]) for name, each in outputs.items()} == plain
 
 
+@pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance")
+@pytest.mark.parametrize("circumstances", ["alone", "small", "overlapped", "preempted"])
+def test_forced_tokens_alone_change_no_bit(
+    circumstances: str, make_engine: MakeEngine, plain: Answers
+) -> None:
+    options: dict[str, Any] = {}
+    if circumstances == "small":
+        options = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    elif circumstances == "overlapped":
+        options = {"overlap": "on"}
+    forced = Speculator(None, 12, forced=StandingOrders(FORCED, 12))
+    engine = guess_with(make_engine(**ENGINE, **options), forced)
+    rng = random.Random(4)
+
+    def preempt() -> None:
+        scheduler = engine.scheduler
+        for sequence in scheduler.running.copy():
+            if circumstances == "preempted" and rng.random() < 0.1:
+                scheduler._preempt(assess(sequence, None, scheduler.manager))
+
+    assert _answers(engine, preempt) == plain
+    stats = engine.scheduler.stats
+    assert sum(stats.num_right_by_place) > 12
+
+
+@pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance")
+def test_an_engine_drafts_what_is_forced_without_being_told(
+    make_engine: MakeEngine, plain: Answers
+) -> None:
+    engine = make_engine(**ENGINE)
+    for _ in range(3):
+        assert _answers(engine) == plain
+    assert engine.scheduler.stats.num_run_tokens > 0
+    assert make_engine(batch_invariant=False).scheduler.look_ahead is None
+
+
 def test_a_guess_saves_steps(make_engine: MakeEngine, plain: Answers) -> None:
     engine = make_engine(**ENGINE)
+    engine.scheduler.look_ahead = None
     assert _answers(engine) == plain
     other = guess_with(make_engine(**ENGINE), GUESSERS["always right"](plain))
     assert _answers(other) == plain

@@ -12,7 +12,7 @@ from collections import abc
 from typing import Protocol
 
 from quire.config.limits import MAX_SCORED_ROWS, SchedulerLimits
-from quire.core.plan import RowWork, StepPlan, StepResult, Task
+from quire.core.plan import Record, RowWork, StepPlan, StepResult, Task
 from quire.core.request import Sequence
 from quire.core.scheduler.plan_builder import PlanBuilder
 from quire.core.scheduler.resources import KVBlocks
@@ -44,6 +44,11 @@ class OpenStep:
     def has_decodes_alone(self) -> bool:
         """Whether each row computes one token that it has, and what this object has added."""
         return self._has_decodes_alone
+
+    @property
+    def entering_rows(self) -> set[int]:
+        """Rows whose sequences have their first work, or their first since they were preempted."""
+        return self._builder.entering_rows
 
     @property
     def work(self) -> abc.Sequence[RowWork]:
@@ -90,6 +95,10 @@ class LookAhead(Protocol):
 
     def extend(self, step: OpenStep) -> None:
         """Add to a step."""
+        ...
+
+    def take_orders(self) -> dict[str, tuple[Record, ...]]:
+        """What the plan of the step orders of the worker's companions, by their names."""
         ...
 
     def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:

@@ -39,6 +39,11 @@ class PlanBuilder:
         """Whether a sequence takes a row in the next plan."""
         return bool(self._new)
 
+    @property
+    def entering_rows(self) -> set[int]:
+        """Rows that sequences take in the next plan."""
+        return {new.row for new in self._new}
+
     def open(self, num_tokens: int) -> None:
         """Begin a step of at most `num_tokens` tokens."""
         self.num_tokens_left = num_tokens

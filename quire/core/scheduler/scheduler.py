@@ -245,7 +245,10 @@ class Scheduler:
     def _close(self) -> StepPlan:
         """Return the plan for what was decided; it is in flight from now on."""
         self._builder.copies.extend(self.blocks.take_copies())
-        plan = self._builder.close(self._step_id, self.admission.take_orders(self._now))
+        orders = self.admission.take_orders(self._now)
+        if self.look_ahead is not None:
+            orders |= self.look_ahead.take_orders()
+        plan = self._builder.close(self._step_id, orders)
         planned, self._planned = self._planned, []
         pace = self.pace
         is_measured = pace is not None and pace.measures

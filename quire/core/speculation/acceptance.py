@@ -6,9 +6,10 @@ with each of them; before, it is expected to be as all others are.
 
 from __future__ import annotations
 
-NUM_BINS = 8
-_PRIOR_CHANCES, _PRIOR_WEIGHT = (0.1, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8), 4.0
-"""By strength, before anything was counted: what copies of text reach, roughly."""
+NUM_BINS = 11
+_PRIOR_CHANCES, _PRIOR_WEIGHT = (0.1, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.6, 0.8, 0.98), 4.0
+"""By strength, before anything was counted: what copies of text reach, roughly; the last three for
+tokens that a grammar leaves little choice of (`quire.core.drafts`)."""
 _OWN_WEIGHT = 4.0
 """Draft tokens of its own after which a sequence counts as much as what is known of all."""
 _MAX_OWN, _MAX_SHARED = 32.0, 512.0

@@ -3,7 +3,7 @@
 Estimates decide which drafts are taken; whether they pay is measured here, as a whole: everything
 between one outcome and the next (planning, looking for drafts, computing, taking in), compared with
 what such a step takes without drafts. Gains and losses go to an account, in steps: each step pays
-1/256 in, a draft step what it saved or lost. When the account is empty, nothing is drafted, nor
+1/192 in, a draft step what it saved or lost. When the account is empty, nothing is drafted, nor
 looked for, until what the steps have paid in allows another try. So drafting costs less than one
 per cent wherever it does not pay, whatever the estimates are.
 
@@ -18,9 +18,9 @@ from math import log2
 from statistics import median
 from typing import NamedTuple
 
-_SHARE = 1 / 256
+_SHARE = 1 / 192
 """Of all steps, in which drafting may lose."""
-_FIRST_STAKE, _LEAST_STAKE, _MAX_STAKE = 6.0, 3.0, 12.0
+_FIRST_STAKE, _LEAST_STAKE, _MAX_STAKE = 12.0, 3.0, 6.0
 """Steps that a try may lose: more each time that one has failed, after a wait that is as much
 longer."""
 _MAX_CREDIT = 48.0
@@ -29,9 +29,9 @@ _NUM_PLAIN, _PLAIN_EVERY = 4, 192
 _FEWEST, _MOST_HELD = 4, 2
 """Measured steps of a number of rows, before there are drafts; or so many attempts to measure
 them."""
-_MOST_OFF, _ACTIVE_RATE = 3.0, 0.25
-"""A step that takes so many times as long as those of its kind before was interrupted; it counts as
-so many times as long."""
+_MOST_OFF, _LEAST_BOUND, _ACTIVE_RATE = 1.5, 3.0, 0.5
+"""A step that takes so many times as long as the ones with drafts before it was interrupted; it
+counts as so many times as long."""
 _NUM_KEPT = 9
 
 
@@ -39,6 +39,8 @@ class _Step(NamedTuple):
     """A step of decodes alone."""
 
     num_rows: int
+    kind: int
+    """What its plain duration is compared with: rows of other kinds take longer."""
     estimate_s: float
     fixed_share: float = 0.0
     """Of its duration, what does not depend on the number of rows."""
@@ -56,6 +58,7 @@ class Gain(NamedTuple):
 
 
 NO_GAIN = Gain()
+"""Of a step without drafts, and of no other."""
 
 
 class _Pace:
@@ -84,21 +87,21 @@ class DraftAccount:
     """Decides whether there may be drafts at all. Step ids are those of one scheduler."""
 
     def __init__(self) -> None:
-        self.credit = self._stake = _FIRST_STAKE
+        self.credit, self._stake = _FIRST_STAKE, _LEAST_STAKE
         """In steps."""
         self.wakes = 0
         """Before this step, there are no drafts."""
         self._next_plain = 0
-        self._paces: dict[int, _Pace] = {}
+        self._paces: dict[tuple[int, int], _Pace] = {}
         self._open: dict[int, _Step] = {}
         self._last_id, self._last_s, self._was_active = -2, 0.0, False
         self._active_ratio = 1.0
         self._paid_id = 0
 
-    def hold(self, step_id: int, num_rows: int, estimate_s: float) -> int:
+    def hold(self, step_id: int, num_rows: int, kind: int, estimate_s: float) -> int:
         """The step before which nothing is to be looked for, so that plain steps can be measured:
         this one where none has to be."""
-        pace = self._pace(num_rows)
+        pace = self._pace(num_rows, kind)
         is_known = pace.num_measured >= _FEWEST or pace.num_held >= _MOST_HELD
         if is_known and step_id < self._next_plain:
             return step_id
@@ -106,12 +109,14 @@ class DraftAccount:
         self._next_plain = step_id + _PLAIN_EVERY
         end = step_id + 1 + _NUM_PLAIN
         for each in range(step_id + 1, end):
-            self._open[each] = _Step(num_rows, estimate_s)
+            self._open[each] = _Step(num_rows, kind, estimate_s)
         return end
 
-    def look(self, step_id: int, num_rows: int, estimate_s: float, fixed_share: float) -> None:
+    def look(
+        self, step_id: int, num_rows: int, kind: int, estimate_s: float, fixed_share: float
+    ) -> None:
         """Drafts are looked for, for a step of decodes alone."""
-        self._open[step_id] = _Step(num_rows, estimate_s, fixed_share, is_active=True)
+        self._open[step_id] = _Step(num_rows, kind, estimate_s, fixed_share, is_active=True)
 
     def forget(self, step_id: int) -> None:
         """A step turns out to be another one."""
@@ -135,15 +140,19 @@ class DraftAccount:
         self._last_id, self._last_s = step_id, now
         if step is None or cycle_s <= 0.0 or step.num_rows != num_rows:
             return None
-        pace = self._pace(num_rows)
+        pace = self._pace(num_rows, step.kind)
         if not (step.is_active or was_active):
             pace.learn(cycle_s / step.estimate_s)
             return None
         if not pace.num_measured:
             return None
         expected_s = pace.ratio * step.estimate_s
-        ratio = min(cycle_s / expected_s, _MOST_OFF * self._active_ratio)
-        self._active_ratio += _ACTIVE_RATE * (max(1.0, ratio) - self._active_ratio)
+        bound = _LEAST_BOUND
+        if gain is not NO_GAIN:
+            bound = max(bound, _MOST_OFF * self._active_ratio)
+        ratio = min(cycle_s / expected_s, bound)
+        if gain is not NO_GAIN:
+            self._active_ratio += _ACTIVE_RATE * (max(1.0, ratio) - self._active_ratio)
         saved = (1.0 - step.fixed_share) * gain.num_tokens / num_rows
         saved += step.fixed_share * gain.least
         self._account(step_id, saved + 1.0 - ratio)
@@ -153,7 +162,7 @@ class DraftAccount:
         paid = _SHARE * min(step_id - self._paid_id, _PLAIN_EVERY)
         self._paid_id = step_id
         self.credit = min(self.credit + paid + earned, _MAX_CREDIT)
-        if self.credit > 4.0 * _FIRST_STAKE:
+        if self.credit >= _MAX_CREDIT:
             self._stake = _LEAST_STAKE
         if self.credit <= 0.0 and step_id >= self.wakes:
             self.wakes = step_id + 2 + int((self._stake - self.credit) / _SHARE)
@@ -161,8 +170,8 @@ class DraftAccount:
             self.credit, self._paid_id = self._stake, self.wakes
             self._stake = min(2.0 * self._stake, _MAX_STAKE)
 
-    def _pace(self, num_rows: int) -> _Pace:
-        key = int(4.0 * log2(num_rows))
+    def _pace(self, num_rows: int, kind: int) -> _Pace:
+        key = (int(4.0 * log2(num_rows)), kind)
         found = self._paces.get(key)
         if found is None:
             found = self._paces[key] = _Pace()

@@ -20,6 +20,12 @@ class Draft(NamedTuple):
     strength: int = 0
     """How much speaks for the first of them, such as the length of a match; one more for each that
     follows. What a strength is worth is measured."""
+    strengths: Tokens[int] = ()
+    """Of each token, where it is not one more than that of the token before."""
+
+    def strength_of(self, place: int) -> int:
+        """How much speaks for one of the tokens, given those before it."""
+        return self.strengths[place] if self.strengths else self.strength + place
 
 
 NO_DRAFT = Draft()

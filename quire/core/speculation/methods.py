@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from quire.config.speculation import SpeculationConfig
+from quire.core.drafts import FORCED
 from quire.core.speculation.drafters import Drafter
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
 from quire.core.speculation.speculator import Speculator
+from quire.core.speculation.standing import StandingOrders
 from quire.core.step_cost import StepCostModel
+
+MAX_FORCED = 12
+"""Tokens that a grammar is followed ahead: each takes a mask over the vocabulary, which is kept for
+the step that samples there."""
 
 
 def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Speculator:
     """A new speculator, which knows nothing of any request yet."""
     least_chance = config.suffix_decoding_min_token_prob if config.method == "suffix" else 0.0
     return Speculator(
-        _drafter_of(config), config.max_tokens, costs=costs, least_chance=least_chance
+        _drafter_of(config),
+        config.max_tokens,
+        costs=costs,
+        least_chance=least_chance,
+        forced=StandingOrders(FORCED, MAX_FORCED),
     )
+
+
+def forced_speculator(costs: StepCostModel) -> Speculator:
+    """A speculator that drafts only what grammars leave no choice of: for those who configure
+    none."""
+    return Speculator(None, MAX_FORCED, costs=costs, forced=StandingOrders(FORCED, MAX_FORCED))
 
 
 def _drafter_of(config: SpeculationConfig) -> Drafter:

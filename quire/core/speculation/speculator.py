@@ -19,12 +19,13 @@ import math
 from collections.abc import Iterable, Iterator
 from operator import mul
 
-from quire.core.plan import ONE_SAMPLE, StepPlan, StepResult, Verify
+from quire.core.plan import ONE_SAMPLE, Record, StepPlan, StepResult, Verify
 from quire.core.request import Sequence
 from quire.core.scheduler.look_ahead import OpenStep
 from quire.core.speculation.acceptance import Acceptance
 from quire.core.speculation.account import NO_GAIN, DraftAccount, Gain
 from quire.core.speculation.drafters import NO_DRAFT, Draft, Drafter
+from quire.core.speculation.standing import StandingOrders
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ _MAX_NAPS = 5
 """The drafter is called in every 32nd step for a sequence whose drafts do not pay."""
 _LEAST_SPEEDUP = 1.05
 """Less is not worth the risk that the estimates are wrong."""
+_NEVER = 1 << 62
 _GAIN_RATE = 1 / 16
 _LEARNING_RATE, _FORGETTING_RATE = 1 / 8, 1 / 64
 
@@ -64,11 +66,11 @@ class _Trail:
 
     def learn(self, token_ids: list[int]) -> None:
         """Count the draft tokens that can be judged by now: up to the first that was wrong."""
-        tokens, strength = self.draft
+        tokens = self.draft.token_ids
         came = token_ids[self.num_known : self.num_known + len(tokens)]
         for place, token_id in enumerate(came):
             is_right = tokens[place] == token_id
-            self.acceptance.count(strength + place, is_right)
+            self.acceptance.count(self.draft.strength_of(place), is_right)
             if not is_right:
                 break
         self.draft = NO_DRAFT
@@ -138,17 +140,22 @@ class _Budget:
 
 
 class Speculator:
-    """Draft tokens for all rows of one scheduler. Without `costs` it takes whatever is drafted."""
+    """Draft tokens for all rows of one scheduler. Without `costs` it takes whatever is drafted.
+
+    `forced` knows tokens that grammars leave no choice of; they go before those of `drafter`.
+    """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         max_tokens: int,
         *,
         costs: StepCostModel | None = None,
         least_chance: float = 0.0,
+        forced: StandingOrders | None = None,
     ) -> None:
         self._drafter = drafter
+        self._forced = forced
         self._max_tokens = max_tokens
         self._costs = costs
         self._least_chance = max(least_chance, _LEAST_CHANCE)
@@ -159,6 +166,8 @@ class Speculator:
         self._runs: dict[int, list[Sequence]] = {}
         """Of the steps in flight that have draft tokens and decodes alone: the sequences."""
         self._has_told = False
+        self._held = 0
+        """Before this step, plain steps are being measured."""
         self.wakes = 0
         self.needs_tokens = False
 
@@ -166,10 +175,15 @@ class Speculator:
         """See `LookAhead.extend`."""
         self.needs_tokens, self.wakes = False, 0
         self._account.forget(step.step_id)
+        has_forms = self._order(step)
+        if self._drafter is None and not has_forms:
+            self.wakes = _NEVER
+            return
         if self._costs is None:
             self._extend(step, list(self._choose(step, None)))
             return
         if step.step_id < self._account.wakes:
+            self._cancel()
             self.wakes = self._account.wakes
             return
         budget = _Budget(step, self._costs, self._overhead)
@@ -180,21 +194,25 @@ class Speculator:
         estimate_s = 0.0
         if step.has_decodes_alone:
             estimate_s = sum(map(mul, self._costs.estimate, budget.work))
-            self.wakes = self._account.hold(step.step_id, num_rows, estimate_s)
-            if self.wakes > step.step_id:
+            self._held = self._account.hold(step.step_id, num_rows, has_forms, estimate_s)
+            if self._held > step.step_id:
+                self._cancel()
+                self.wakes = self._held
                 return
         chosen = list(self._choose(step, budget))
         if not budget.pays:
             chosen, self.needs_tokens = [], False
         num_runs = self._extend(step, chosen)
         if step.has_decodes_alone:
-            self._account.look(step.step_id, num_rows, estimate_s, budget.fixed_share)
+            self._account.look(step.step_id, num_rows, has_forms, estimate_s, budget.fixed_share)
             self._overhead.began(step.step_id, num_runs, budget.added_s)
             if num_runs:
                 self._runs[step.step_id] = list(step.sequences)
 
     def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """See `LookAhead.taken_in`."""
+        if self._forced is not None and result.news:
+            self._wake(self._forced.take(result.news), plan.step_id)
         if not self._account.is_watching:
             self._account.pass_by(plan.step_id, now)
             return
@@ -217,12 +235,44 @@ class Speculator:
                 least = min(least, trail.gain)
         return Gain(num_tokens, least)
 
+    def take_orders(self) -> dict[str, tuple[Record, ...]]:
+        """See `LookAhead.take_orders`."""
+        return {} if self._forced is None else self._forced.take_orders()
+
     def end(self, sequence: Sequence) -> None:
         """See `LookAhead.end`."""
         trail = self._trails.pop(sequence, None)
         if trail is not None:
             trail.learn(sequence.token_ids)
-            self._drafter.end(sequence)
+            if self._drafter is not None:
+                self._drafter.end(sequence)
+            if self._forced is not None:
+                self._forced.end(sequence)
+
+    def _order(self, step: OpenStep) -> bool:
+        """Have tokens found that grammars force; whether any row has a grammar."""
+        if self._forced is None:
+            return False
+        entering, has_forms = step.entering_rows, False
+        for sequence in step.sequences:
+            if sequence.sampling.grammar is not None and _is_drafted(sequence):
+                self._forced.order(sequence, is_entering=sequence.row in entering)
+                has_forms = True
+        return has_forms
+
+    def _cancel(self) -> None:
+        """Have nothing done for drafts beside the steps."""
+        if self._forced is not None:
+            self._forced.cancel()
+
+    def _wake(self, sequences: Iterable[Sequence], step_id: int) -> None:
+        """These have a draft."""
+        for sequence in sequences:
+            trail = self._trails.get(sequence)
+            if trail is not None:
+                trail.wakes = 0
+            if step_id + 1 >= max(self._held, self._account.wakes):
+                self.wakes = 0
 
     def _extend(self, step: OpenStep, chosen: list[tuple[int, list[int]]]) -> int:
         """Add the draft tokens to the step, as far as there is room; returns to how many rows."""
@@ -239,8 +289,10 @@ class Speculator:
         """The draft tokens that are worth their time, and the place of their work."""
         wakes = step.step_id + (1 << _MAX_NAPS)
         for place, (sequence, work) in enumerate(zip(step.sequences, step.work, strict=True)):
-            if work.tasks != ONE_SAMPLE or sequence.sampling.processors:
-                self._note_beams(sequence)  # and a processor may remember what it was shown
+            if work.tasks != ONE_SAMPLE or not _is_drafted(sequence):
+                self._note_beams(sequence)
+                continue
+            if self._drafter is None and sequence.sampling.grammar is None:
                 continue
             trail = self._trails.get(sequence)
             if trail is None:
@@ -253,7 +305,7 @@ class Speculator:
             if most <= 0:
                 continue
             trail.learn(sequence.token_ids)
-            draft = trail.draft = self._drafter.draft(sequence, most + end - num_known)
+            draft = trail.draft = self._draft(sequence, most + end - num_known)
             trail.num_known = num_known
             count = self._worthwhile(draft, trail.acceptance, budget, num_known)
             if not count and budget is not None and budget.is_short:
@@ -269,6 +321,14 @@ class Speculator:
                 self.needs_tokens |= count > 1
         self.wakes = wakes
 
+    def _draft(self, sequence: Sequence, most: int) -> Draft:
+        draft = NO_DRAFT
+        if self._forced is not None and sequence.sampling.grammar is not None:
+            draft = self._forced.draft(sequence, most)
+        if not draft.token_ids and self._drafter is not None:
+            draft = self._drafter.draft(sequence, most)
+        return draft
+
     def _note_beams(self, sequence: Sequence) -> None:
         if sequence.request.beam is not None and not self._has_told:
             self._has_told = True
@@ -283,11 +343,16 @@ class Speculator:
         chances: list[float] = []
         chance = 1.0
         for place in range(len(draft.token_ids)):
-            chance *= acceptance.chance(draft.strength + place)
+            chance *= acceptance.chance(draft.strength_of(place))
             if chance < self._least_chance:
                 break
             chances.append(chance)
         return budget.take(chances, first)
+
+
+def _is_drafted(sequence: Sequence) -> bool:
+    """A processor may remember what it was shown."""
+    return not sequence.sampling.processors
 
 
 class _Overhead:

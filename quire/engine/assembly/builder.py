@@ -22,7 +22,7 @@ from quire.core.scheduler.images import EncodedImages
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
-from quire.core.speculation.methods import speculator_of
+from quire.core.speculation.methods import forced_speculator, speculator_of
 from quire.core.step_cost import StepCostModel
 from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from quire.kernels.selection import Selection
     from quire.lora.table import AdapterTable
     from quire.sampling.processors import ProcessorTable
+    from quire.worker.companions import Companion
     from quire.worker.outlets.interface import Outlet
     from quire.worker.worker import Worker
 
@@ -82,11 +83,15 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
 
 
 def look_ahead_of(planned: PlannedModel, pace: StepPace | None) -> Callable[[], LookAhead] | None:
-    """What makes the look-ahead of a scheduler, if the config has one; `pace` knows the costs."""
-    speculation = planned.plan.config.speculation
-    if speculation is None:
+    """What makes the look-ahead of a scheduler: as the config has it, else one for tokens that
+    grammars force. `pace` knows the costs. None where rows' bits depend on other rows."""
+    plan = planned.plan
+    if plan.config.speculation is not None:
+        return partial(speculator_of, plan.config.speculation, None if pace is None else pace.model)
+    if not (plan.generates and plan.config.batch_invariant):
         return None
-    return partial(speculator_of, speculation, None if pace is None else pace.model)
+    costs = StepCostModel(plan.step_costs) if pace is None else pace.model
+    return partial(forced_speculator, costs)
 
 
 def pace_of(
@@ -166,6 +171,7 @@ def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
 
 def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     """Load the weights, allocate the KV memory, and put a worker around them."""
+    from quire.grammar.forced import ForcedTokens
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
@@ -204,7 +210,8 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    companions = [each for each in (matchers, adapters, images) if each is not None]
+    halves = (matchers, ForcedTokens(matchers, rows), adapters, images)
+    companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())

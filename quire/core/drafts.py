@@ -1,0 +1,33 @@
+"""Draft tokens that the worker makes: what the control plane orders, and what it is told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FORCED = "forced tokens"
+"""Of `StepPlan.orders`: each a `DraftOrder` on tokens that the row's grammar leaves no choice of.
+Of `StepResult.news`: the `Drafted` that came of the step."""
+
+
+class DraftOrder(NamedTuple):
+    """From now on, draft what follows each token that is sampled for a row; until the row is
+    given to another sequence."""
+
+    row: int
+    most: int
+    """Tokens at a time; 0 ends it."""
+
+
+class Drafted(NamedTuple):
+    """What may follow a row's first `num_tokens` tokens."""
+
+    row: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    strengths: tuple[int, ...]
+    """How much speaks for each, given those before it: one of the following."""
+
+
+LONGEST, HABIT, ONLY = 1 << 7, 1 << 8, 1 << 9
+"""All other tokens that a grammar allows are beginnings of it; it was chosen last among the same
+ones; there is no other. More than any match of texts is long."""
