@@ -44,6 +44,7 @@ QUIRE_DECLARE(avx512vnni)
     namespace name {                       \
     const KernelTable &extended_table();   \
     }
+QUIRE_DECLARE_EXTENSION(avxvnni)
 QUIRE_DECLARE_EXTENSION(avx512bf16)
 QUIRE_DECLARE_EXTENSION(avx512bf16emulated)
 QUIRE_DECLARE_EXTENSION(amx)
@@ -67,6 +68,17 @@ QUIRE_DECLARE_EXTENSION(amxemulated)
 #endif
 }
 
+// Products of bytes with 256 bits and without AVX-512: Intel since 2021 (Alder Lake), AMD since Zen 5.
+[[maybe_unused]] static bool has_avxvnni() {
+#if defined(__x86_64__)
+    constexpr unsigned AVX_VNNI = 1u << 4;  // leaf 7, subleaf 1: EAX
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI) != 0;
+#else
+    return false;
+#endif
+}
+
 // From the plainest to the best.
 static std::vector<const KernelTable *> find_supported() {
     std::vector<const KernelTable *> tables{&portable::table};
@@ -78,6 +90,9 @@ static std::vector<const KernelTable *> find_supported() {
                                              __builtin_cpu_supports("avx512dq");
 #ifdef QUIRE_WITH_avx2
     if (has_avx2) tables.push_back(&avx2::table);
+#endif
+#ifdef QUIRE_WITH_avxvnni
+    if (has_avx2 && has_avxvnni()) tables.push_back(&avxvnni::extended_table());
 #endif
 #ifdef QUIRE_WITH_avx512
     if (has_avx512) tables.push_back(&avx512::table);

@@ -75,10 +75,10 @@ struct GemmBlock {
     const Outputs *outputs;  // tiles of matrices: outputs are stored, and `sums` is scratch. Null: sums are kept
 };
 
-// What the weights of one call take where they are not used as they lie.
+// What the weights of one call take where they are not used as they lie: bytes as 16-bit integers, at most.
 inline int64_t expanded_bytes(const LinearWeight &weight) {
     if (!weight.has_scales()) return 0;
-    return GROUP_WIDTH * (weight.has_int8_inputs ? weight.padded_inputs() : CHUNK * int64_t{sizeof(float)});
+    return GROUP_WIDTH * (weight.has_int8_inputs ? 2 * weight.padded_inputs() : CHUNK * int64_t{sizeof(float)});
 }
 
 // ---- mixtures of experts (isa/experts.cpp) ----

@@ -32,6 +32,7 @@ OPTIONAL = {"transformers": "for benchmarks against it", "triton": "for GPU kern
 _ISA_FLAGS = (
     "avx2",
     "fma",
+    "avx_vnni",
     "avx512f",
     "avx512_vnni",
     "avx512_bf16",
@@ -43,6 +44,7 @@ _ISA_FLAGS = (
 )
 _FLAGS_OF_ISAS = {
     "avx2": {"avx2", "fma"},
+    "avxvnni": {"avx_vnni"},
     "avx512vnni": {"avx512_vnni"},
     "avx512bf16": {"avx512_bf16"},
     "amx": {"amx_bf16", "amx_int8"},

@@ -119,7 +119,7 @@ QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x,
 
 // sums (+)= x times `PANELS` panels.
 template <typename Weights, int ROWS, int PANELS>
-static void tile(const Tile &rows, const Panels &panels, int first, bool is_first, Ahead &ahead) {
+QNOINLINE void tile(const Tile &rows, const Panels &panels, int first, bool is_first, Ahead &ahead) {
     constexpr int VECS = PANELS * PANEL_VECS;
     float *sums = rows.sums + first * PANEL;
     Vec acc[ROWS][VECS];

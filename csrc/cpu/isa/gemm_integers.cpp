@@ -14,7 +14,7 @@ namespace quire::QUIRE_ISA {
 // Panels side by side in a tile of `rows`, as the registers allow.
 constexpr int max_panels(int rows) {
     if (LANES == 16) return (rows <= 6 ? 4 : 2) / QUAD_WORDS;
-    if (LANES == 8) return rows <= 2 ? 2 : 1;
+    if (LANES == 8) return rows == 1 ? 4 : rows == 2 ? 2 : 1;
     return 1;
 }
 
@@ -23,14 +23,25 @@ struct IntegerTile {
     const int32_t *starts;  // of the tile's first row; `count` to a row
 };
 
-template <int ROWS, int VECS>
-QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Quad (&w)[VECS]) {
+// Products of a part of the inputs of each row with the same part of weights.
+template <int ROWS, int VECS, int PART>
+QINLINE void multiply_part(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bits (&w)[VECS]) {
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
-        const InputQuad inputs = load_inputs(x + r, ROWS);
+        const Bits inputs = load_inputs<PART>(x + r, ROWS);
         QUNROLL
         for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add(acc[r][v], w[v], inputs);
     }
+}
+
+// Products of four inputs of each row with bytes of weights.
+template <int ROWS, int VECS, int PART = 0>
+QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bits (&bytes)[VECS]) {
+    Bits w[VECS];
+    QUNROLL
+    for (int v = 0; v < VECS; ++v) w[v] = part_of<PART>(bytes[v]);
+    multiply_part<ROWS, VECS, PART>(acc, x, w);
+    if constexpr (PART + 1 < NUM_PARTS) accumulate<ROWS, VECS, PART + 1>(acc, x, bytes);
 }
 
 // What a step does with its line of each panel: four inputs, or eight.
@@ -39,9 +50,9 @@ struct Bytes {
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
-        Quad weights[PANELS * PANEL_VECS];
+        Bits weights[PANELS * PANEL_VECS];
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = unpack(load_bits(line(w, v, stride)));
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = load_bits(line(w, v, stride));
         accumulate<ROWS>(acc, x, weights);
     }
 };
@@ -52,20 +63,33 @@ struct HalfBytes {
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
         const Bits mask = broadcast_bits(0x0f0f0f0fu);
-        Quad weights[PANELS * PANEL_VECS];
+        Bits weights[PANELS * PANEL_VECS];
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = unpack(and_bits(load_bits(line(w, v, stride)), mask));
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = and_bits(load_bits(line(w, v, stride)), mask);
         accumulate<ROWS>(acc, x, weights);
         QUNROLL
         for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-            weights[v] = unpack(and_bits(shift_right<4>(load_bits(line(w, v, stride))), mask));
+            weights[v] = and_bits(shift_right<4>(load_bits(line(w, v, stride))), mask);
         }
         accumulate<ROWS>(acc, x + QUAD_WORDS * ROWS, weights);
     }
 };
 
+// Bytes of weights that were expanded: a part of them.
+struct Parts {
+    static constexpr int WORDS = QUAD_WORDS / NUM_PARTS;
+
+    template <int ROWS, int PANELS>
+    QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
+        Bits weights[PANELS * PANEL_VECS];
+        QUNROLL
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = load_bits(line(w, v, stride));
+        multiply_part<ROWS, PANELS * PANEL_VECS, 0>(acc, x, weights);
+    }
+};
+
 template <typename Weights, int ROWS, int PANELS>
-static void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead &ahead) {
+QNOINLINE void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead &ahead) {
     const Panels &panels = groups.weights;
     const uint32_t *x = rows.rows.x;
     for (int64_t group = 0; group < groups.count; ++group) {
@@ -129,13 +153,11 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
 
 void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
     const Groups groups = groups_of(weight, block);
-    if (weight.format == WeightFormat::int8) {
-        multiply_rows<Bytes>(weight, rows, block, groups);
-    } else if (block.num_tiles == 1) {
-        multiply_rows<HalfBytes>(weight, rows, block, groups);
-    } else {
-        multiply_rows<Bytes>(weight, rows, block, expanded(groups, block));
-    }
+    const bool is_int8 = weight.format == WeightFormat::int8, expands = block.num_tiles >= (NUM_PARTS > 1 ? 3 : 2);
+    if (is_int8 && (NUM_PARTS == 1 || !expands)) return multiply_rows<Bytes>(weight, rows, block, groups);
+    if (!expands) return multiply_rows<HalfBytes>(weight, rows, block, groups);
+    multiply_rows<Parts>(weight, rows, block,
+                         is_int8 ? expanded<WeightFormat::int8>(groups, block) : expanded<WeightFormat::int4>(groups, block));
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -47,35 +47,53 @@ QINLINE void add_group(float *sums, const Bits (&acc)[ROWS][PANELS * PANEL_VECS]
     }
 }
 
-// The half bytes of all groups of a panel as bytes.
+// A line of bytes as the lines that multiplications take one after another.
+QINLINE char *expand_bytes(const Bits (&bytes)[PANEL_VECS], char *out) {
+    QUNROLL
+    for (int v = 0; v < PANEL_VECS; ++v) {
+        char *to = out + v * 4 * LANES;
+        store(reinterpret_cast<float *>(to), as_float(part_of<0>(bytes[v])));
+        if (NUM_PARTS > 1) store(reinterpret_cast<float *>(to + LINE), as_float(part_of<NUM_PARTS - 1>(bytes[v])));
+    }
+    return out + NUM_PARTS * LINE;
+}
+
+// All groups of a panel.
+template <WeightFormat FORMAT>
 static void expand_panel(const Groups &groups, const char *panel, char *out) {
     const Bits mask = broadcast_bits(0x0f0f0f0fu);
     for (int64_t group = 0; group < groups.count; ++group, panel += groups.stride) {
         const char *from = panel, *end = from + groups.weights.num_steps * LINE;
-        for (; from != end; from += LINE, out += 2 * LINE) {
+        for (; from != end; from += LINE) {
+            Bits line[PANEL_VECS], low[PANEL_VECS], high[PANEL_VECS];
             QUNROLL
             for (int v = 0; v < PANEL_VECS; ++v) {
-                const Bits both = load_bits(from + v * 4 * LANES);
-                float *low = reinterpret_cast<float *>(out + v * 4 * LANES), *high = low + PANEL;
-                store(low, as_float(and_bits(both, mask)));
-                store(high, as_float(and_bits(shift_right<4>(both), mask)));
+                line[v] = load_bits(from + v * 4 * LANES);
+                low[v] = and_bits(line[v], mask);
+                high[v] = and_bits(shift_right<4>(line[v]), mask);
+            }
+            if constexpr (FORMAT == WeightFormat::int8) {
+                out = expand_bytes(line, out);
+            } else {
+                out = expand_bytes(high, expand_bytes(low, out));
             }
         }
     }
 }
 
-// int4: the groups with their weights as bytes in the block's scratch.
+// The groups with their weights in the block's scratch, in the form that is multiplied.
+template <WeightFormat FORMAT>
 static Groups expanded(const Groups &groups, const GemmBlock &block) {
-    Groups bytes = groups;
+    Groups parts = groups;
     char *to = static_cast<char *>(block.panels);
-    bytes.weights.num_steps = 2 * groups.weights.num_steps;
-    bytes.stride = bytes.weights.num_steps * LINE;
-    bytes.weights.stride = groups.count * bytes.stride;
-    bytes.weights.data = to;
+    parts.weights.num_steps = NUM_PARTS * (FORMAT == WeightFormat::int8 ? 1 : 2) * groups.weights.num_steps;
+    parts.stride = parts.weights.num_steps * LINE;
+    parts.weights.stride = groups.count * parts.stride;
+    parts.weights.data = to;
     for (int p = 0; p < groups.weights.num_panels; ++p) {
-        expand_panel(groups, groups.weights.data + p * groups.weights.stride, to + p * bytes.weights.stride);
+        expand_panel<FORMAT>(groups, groups.weights.data + p * groups.weights.stride, to + p * parts.weights.stride);
     }
-    return bytes;
+    return parts;
 }
 
 static Groups groups_of(const LinearWeight &weight, const GemmBlock &block) {

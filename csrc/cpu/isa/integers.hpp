@@ -1,9 +1,10 @@
 // Products of bytes: LANES outputs at a time, four inputs each, summed into 32-bit integers. Always exact: nothing here
 // saturates (which is why AVX2's multiply of bytes, whose 16-bit sums do, is not used on 8-bit weights).
 //
-// `Quad` is LANES outputs' weights of four inputs, unsigned bytes, ready to be multiplied; `InputQuad` is one row's four
-// inputs, for all lanes, from QUAD_WORDS words that lie `stride` words apart. Rows are stored in the form that
-// `load_inputs` wants (`Input`, LANES of them written by `store_inputs` from 32-bit integers).
+// A line of weights (LANES outputs, four inputs each, unsigned bytes) meets one row's four inputs, broadcast, in NUM_PARTS
+// multiplications: all four at once where there is an instruction for it, else two and two. Part by part, the weights of one
+// part and the sums of a tile fit the registers. Rows are stored as `load_inputs` wants them (`Input`, LANES of them written
+// by `store_inputs` from 32-bit integers): QUAD_WORDS words for four inputs, `stride` words apart.
 #pragma once
 
 #include "simd.hpp"
@@ -14,33 +15,40 @@
 
 namespace quire::QUIRE_ISA {
 
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 using Input = int8_t;
-using Quad = Bits;
-using InputQuad = Bits;
+constexpr int NUM_PARTS = 1;
 
-QINLINE Quad unpack(Bits bytes) { return bytes; }
-QINLINE InputQuad load_inputs(const uint32_t *x, int) { return broadcast_word(x); }
+template <int>
+QINLINE Bits part_of(Bits bytes) {
+    return bytes;
+}
 // In the sums' register: left to itself, GCC 12 moves accumulators about and spills them.
-QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) {
+#if defined(__AVX512VNNI__)
+QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
     return sums;
 }
 QINLINE void store_inputs(Input *out, Bits x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
 }
+#else
+QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(w), "x"(x));
+    return sums;
+}
+QINLINE void store_inputs(Input *out, Bits x) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(out), _mm_packs_epi16(words, words));
+}
+#endif
 
 #else
 
 // Inputs as 16-bit pairs (x0, x2), (x1, x3), which meet the even and the odd bytes of a word of weights.
 using Input = int16_t;
-struct Quad {
-    Bits even, odd;
-};
-struct InputQuad {
-    Bits even, odd;
-};
+constexpr int NUM_PARTS = 2;
 
 #if defined(__AVX512BW__)
 QINLINE Bits multiply_pairs(Bits a, Bits b) { return _mm512_madd_epi16(a, b); }
@@ -56,14 +64,20 @@ QINLINE Bits multiply_pairs(Bits a, Bits b) {
 }
 #endif
 
-QINLINE Quad unpack(Bits bytes) {
-    const Bits mask = broadcast_bits(0x00ff00ffu);
-    return {and_bits(bytes, mask), and_bits(shift_right<8>(bytes), mask)};
+template <int PART>
+QINLINE Bits part_of(Bits bytes) {
+    return and_bits(PART == 0 ? bytes : shift_right<8>(bytes), broadcast_bits(0x00ff00ffu));
 }
-QINLINE InputQuad load_inputs(const uint32_t *x, int stride) { return {broadcast_word(x), broadcast_word(x + stride)}; }
-QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) {
-    return add_bits(sums, add_bits(multiply_pairs(w.even, x.even), multiply_pairs(w.odd, x.odd)));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// In the sums' register: left to itself, GCC 12 spills a third of a tile's accumulators.
+QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
+    Bits product;
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(product) : "x"(w), "x"(x));
+    return sums;
 }
+#else
+QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) { return add_bits(sums, multiply_pairs(w, x)); }
+#endif
 QINLINE void store_inputs(Input *out, Bits x) {
     int32_t lanes[LANES];
     memcpy(lanes, &x, sizeof lanes);
@@ -76,5 +90,11 @@ QINLINE void store_inputs(Input *out, Bits x) {
 
 constexpr int64_t INTEGER_BYTES = sizeof(Input);
 constexpr int QUAD_WORDS = sizeof(Input);  // four inputs are so many words
+static_assert(QUAD_WORDS == NUM_PARTS);
+
+template <int PART>
+QINLINE Bits load_inputs(const uint32_t *x, int stride) {
+    return broadcast_word(x + PART * stride);
+}
 
 }  // namespace quire::QUIRE_ISA

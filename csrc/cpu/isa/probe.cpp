@@ -31,12 +31,16 @@ int64_t probe_integers(int64_t rounds) {
     const Input ones[4] = {1, 1, 1, 1};
     uint32_t words[QUAD_WORDS];
     memcpy(words, ones, sizeof words);
-    const InputQuad inputs = load_inputs(words, 1);
+    Bits inputs = load_inputs<0>(words, 1);
     keep(bytes);
-    const Quad weights = unpack(bytes);
     for (int64_t i = 0; i < rounds; ++i) {
-        QUNROLL
-        for (int c = 0; c < PROBE_CHAINS; ++c) sums[c] = multiply_add(sums[c], weights, inputs);
+        for (int part = 0; part < NUM_PARTS; ++part) {
+            QUNROLL
+            for (int c = 0; c < PROBE_CHAINS; ++c) {
+                keep(inputs);  // equal products would be made once
+                sums[c] = multiply_add(sums[c], bytes, inputs);
+            }
+        }
         QUNROLL
         for (int c = 0; c < PROBE_CHAINS; ++c) keep(sums[c]);
     }

@@ -16,6 +16,8 @@
 
 #define QINLINE static inline __attribute__((always_inline))
 #define QINLINE_MEMBER inline __attribute__((always_inline))
+// For loops over register tiles: inlined into a large function, GCC 12 keeps some accumulators on the stack.
+#define QNOINLINE static __attribute__((noinline))
 #define QUNROLL _Pragma("GCC unroll 64")
 
 namespace quire::QUIRE_ISA {

@@ -329,7 +329,7 @@ static void end_gemms() {
 }
 
 const KernelTable &extended_table() {
-    static const KernelTable made = extend([](KernelTable &table) {
+    static const KernelTable made = extend(avx512vnni::table, [](KernelTable &table) {
         table.has_bf16_dots = true;
         table.matrix_depth = matrix_depth;
         table.gemm = gemm;

@@ -22,7 +22,7 @@ static int64_t probe_pairs(int64_t rounds) {
 }
 
 const KernelTable &extended_table() {
-    static const KernelTable made = extend([](KernelTable &table) {
+    static const KernelTable made = extend(avx512vnni::table, [](KernelTable &table) {
         table.has_bf16_dots = HAS_BF16_DOTS;
         table.convert_rows = convert_rows;
         table.gemm = gemm;

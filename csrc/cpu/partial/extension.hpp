@@ -1,8 +1,11 @@
-// What the tables of instruction sets have in common that extend AVX512-VNNI's.
+// What the tables of instruction sets have in common that extend another's.
 #pragma once
 
 #include "../isa/kernels.hpp"
 
+namespace quire::avx2 {
+extern const KernelTable table;
+}
 namespace quire::avx512vnni {
 extern const KernelTable table;
 }
@@ -23,10 +26,10 @@ int64_t max_rows_by_pairs(const AttentionProblem &problem);
 void attend_by_pairs(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                      float *scratch);
 
-// For static initialisers: AVX512-VNNI's table under this set's name, as `change(table)` leaves it.
+// For static initialisers: another set's table under this set's name, as `change(table)` leaves it.
 template <typename Change>
-static KernelTable extend(Change change) {
-    KernelTable made = avx512vnni::table;
+static KernelTable extend(const KernelTable &base, Change change) {
+    KernelTable made = base;
     made.name = ISA_NAME;
     change(made);
     return made;

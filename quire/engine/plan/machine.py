@@ -24,6 +24,7 @@ _DECISIVE_FLAGS = frozenset(
         "avx2",
         "fma",
         "f16c",
+        "avx_vnni",
         "avx512f",
         "avx512bw",
         "avx512dq",

@@ -53,6 +53,7 @@ _CPU_RATES = (
     _Rates("avx512_bf16", 200e9, 300e9),
     _Rates("avx512_vnni", 60e9, 200e9),
     _Rates("avx512f", 60e9, 80e9),
+    _Rates("avx_vnni", 60e9, 200e9),
     _Rates("avx2", 60e9, 80e9),
     _Rates("i8mm", 60e9, 150e9),
     _Rates("", 10e9, 10e9),

@@ -1,0 +1,16 @@
+// The table of an instruction set that differs from AVX2 by products of bytes: AVX-VNNI, with 256 bits.
+#include "extension.hpp"
+
+namespace quire::QUIRE_ISA {
+
+const KernelTable &extended_table() {
+    static const KernelTable made = extend(avx2::table, [](KernelTable &table) {
+        table.integer_bytes = INTEGER_BYTES;
+        table.convert_rows = convert_rows;
+        table.gemm = gemm;
+        table.probe_integers = probe_integers;
+    });
+    return made;
+}
+
+}  // namespace quire::QUIRE_ISA
