@@ -61,9 +61,10 @@ class StepProfile:
             )
             for outlet in worker.outlets:
                 outlet.model = worker.model
-                outlet.sampler = _Timed(
-                    outlet.sampler, {"sample": self._timed("sampling", outlet.sampler.sample)}
-                )
+                if hasattr(outlet, "sampler"):  # not every outlet draws tokens
+                    outlet.sampler = _Timed(
+                        outlet.sampler, {"sample": self._timed("sampling", outlet.sampler.sample)}
+                    )
 
     def reset(self) -> None:
         """Forget what was measured so far (a warm-up)."""

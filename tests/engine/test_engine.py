@@ -158,7 +158,7 @@ def _break_model(engine: Engine) -> None:
 def _break_scoring(engine: Engine) -> None:
     """The logits of its prompt are not finite, those of its answer are."""
     engine.add_request("victim", PROMPT, _params(prompt_logprobs=1))
-    _, scores = engine.executor.worker.outlets  # type: ignore[attr-defined]
+    scores = engine.executor.worker.outlets[1]  # type: ignore[attr-defined]
     inner = scores.model
     num_scored = len(PROMPT["prompt_token_ids"]) - 1
 

@@ -25,6 +25,8 @@ def test_instruction_sets() -> None:
     assert names[0] == "portable"
     assert cpu.isa() == names[-1]
     assert not set(names) & set(cpu.emulated_isas()), "what is emulated is never chosen"
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    assert "avxvnni" not in names or "avx_vnni" in flags
     if "avx512vnni" in names:
         assert cpu.emulated_isas() == ("avx512bf16emulated", "amxemulated")
     with pytest.raises(ConfigError, match="'sse9' is not one of portable"):
