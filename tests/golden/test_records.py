@@ -76,12 +76,17 @@ def test_every_record_belongs_to_a_case(records: Records) -> None:
     assert records.keys() == CASES.keys()
 
 
+READ_IMAGES = {"LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"}
+"""Their pixels come from Pillow, whose resizing may round differently in another version; their
+language models are Llama's, which is recorded."""
+
+
 def test_every_family_and_kv_format_is_recorded() -> None:
     assert {
         CONFIGS[case.checkpoint]["architectures"][0]
         for case in CASES.values()
         if case.checkpoint in CONFIGS
-    } == {*ARCHITECTURES}
+    } == {*ARCHITECTURES} - READ_IMAGES
     assert {case.options.get("kv_cache_dtype") for case in CASES.values()} == {*KV_FORMATS, None}
 
 
