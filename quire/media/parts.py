@@ -17,7 +17,8 @@ _SOURCE = "source"
 
 def is_image(part: object) -> bool:
     """Whether a part of a content is an image."""
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in IMAGE_TYPES
 
 
 def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:

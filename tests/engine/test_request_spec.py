@@ -14,7 +14,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkingBudget, ThinkTagTokens
-from quire.core.pooling import Pool
+from quire.core.pooling import Pool, WeighTokens
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.front.digest import Digest
 from quire.engine.front.requests import PreparedRequest
@@ -47,6 +47,7 @@ OTHERS: dict[str, Any] = {
     "namespace": ("salt", "c"),
     "reads_cache": False,
     "pool": Pool(is_whole=True, dimensions=8, num_skipped=1),
+    "weigh": WeighTokens((3, 7)),
     "arrival_s": 12.5,
 }  # fmt: skip
 """For each field a value that is not its default."""
