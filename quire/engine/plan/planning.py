@@ -186,19 +186,11 @@ class _Resolver:
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
-        self._check_context()
-        check_options(config, spec, generates=self.generates)
-        self._note_device()
-        self._note_invariance()
-        for decision in speculation_decisions(config.speculation):
-            self._note(*decision)
+        self._begin()
         dtype = self._dtype()
         self._note_pooling()
-        block_size = self._block_size()
-        max_num_seqs = self._max_num_seqs()
+        block_size, max_num_seqs = self._block_size(), self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
-        if spec.is_encoder:
-            num_batched = max(num_batched, self._longest())
         num_threads = self._given(
             "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
         )
@@ -207,44 +199,26 @@ class _Resolver:
                 "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
             )
         weight_bytes = self.formats.weight_bytes(spec, dtype)
-        temporary_bytes = memory.workspace_bytes(spec, num_batched, max_num_seqs)
-        if self.gpu is not None:
-            temporary_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
         adapters = self._adapters(dtype)
-        if adapters is not None:
-            temporary_bytes += memory.gate_bytes(spec)
         images = self._images(dtype, adapters is not None)
-        if images is not None:
-            temporary_bytes += images.workspace_bytes
-        kv_format = self._kv_format(dtype)
-        is_overlapped = self._is_overlapped()
+        kv_format, is_overlapped = self._kv_format(dtype), self._is_overlapped()
         layout = lay_out(spec.kv_layers, self._longest())
         block_bytes = layout.block_bytes(spec.kv_layers, kv_format, block_size)
-        bytes_per_token = len(layout.windows) * block_bytes // block_size
         attention_module = self._attention(dtype, kv_format, block_size, layout)
         num_graph_tokens = largest_size(min(num_batched, max(max_num_seqs, MIN_GRAPH_TOKENS)))
         graphs = self._graphs(
             num_graph_tokens, len(layout.windows), block_bytes, block_size, attention_module
         )
+        workspace_bytes = self._workspace_bytes(num_batched, max_num_seqs, adapters, images)
         if graphs is not None:
             # with the scratch block
-            temporary_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
+            workspace_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         self._note_groups(layout, limits, block_bytes)
-        longest, num_others = self._longest(), max_num_seqs - 1
-        most_useful = limits.num_blocks_for(longest) + num_others * limits.num_blocks_kept(longest)
-        fixed_bytes = weight_bytes + temporary_bytes
-        if adapters is not None:
-            fixed_bytes += adapters.num_bytes
-        if images is not None:
-            fixed_bytes += images.num_bytes
-        kv_bytes = self._kv_bytes(fixed_bytes, block_bytes * most_useful)
-        num_blocks = self._num_blocks(kv_bytes, block_bytes, max_num_seqs)
-        limits = replace(limits, num_blocks=max(1, num_blocks))
-        longest = limits.longest_len(longest) if num_blocks else 0
-        max_model_len = self._max_model_len(longest, limits, block_bytes)
-        limits = replace(limits, max_model_len=max_model_len)
+        kept = (each for each in (adapters, images) if each is not None)
+        fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
+        limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
         computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
         return EnginePlan(
             config=config,
@@ -264,14 +238,52 @@ class _Resolver:
             num_threads=num_threads,
             weight_bytes=weight_bytes,
             kv_layout=layout,
-            kv_bytes_per_token=bytes_per_token,
-            kv_bytes=num_blocks * block_bytes,
+            kv_bytes_per_token=len(layout.windows) * block_bytes // block_size,
+            kv_bytes=kv_bytes,
             is_kv_populated=self._is_kv_populated(),
-            workspace_bytes=temporary_bytes,
+            workspace_bytes=workspace_bytes,
             adapters=adapters,
             images=images,
             decisions=tuple(self.decisions),
         )
+
+    def _begin(self) -> None:
+        """Check what needs no numbers, and note what the rest depends on."""
+        self._check_context()
+        check_options(self.config, self.spec, generates=self.generates)
+        self._note_device()
+        self._note_invariance()
+        for decision in speculation_decisions(self.config.speculation):
+            self._note(*decision)
+
+    def _workspace_bytes(
+        self,
+        num_batched: int,
+        max_num_seqs: int,
+        adapters: AdapterPlan | None,
+        images: ImagePlan | None,
+    ) -> int:
+        """Return the temporary tensors of a step, but for those of recorded graphs."""
+        num_bytes = memory.workspace_bytes(self.spec, num_batched, max_num_seqs)
+        if self.gpu is not None:
+            num_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
+        if adapters is not None:
+            num_bytes += memory.gate_bytes(self.spec)
+        return num_bytes + (0 if images is None else images.workspace_bytes)
+
+    def _pool(
+        self, limits: SchedulerLimits, block_bytes: int, fixed_bytes: int
+    ) -> tuple[SchedulerLimits, int]:
+        """Return the limits with the blocks that memory leaves and the longest sequence that they
+        hold, and the blocks' bytes."""
+        longest, num_others = self._longest(), limits.max_num_seqs - 1
+        most_useful = limits.num_blocks_for(longest) + num_others * limits.num_blocks_kept(longest)
+        kv_bytes = self._kv_bytes(fixed_bytes, block_bytes * most_useful)
+        num_blocks = self._num_blocks(kv_bytes, block_bytes, limits.max_num_seqs)
+        limits = replace(limits, num_blocks=max(1, num_blocks))
+        longest = limits.longest_len(longest) if num_blocks else 0
+        max_model_len = self._max_model_len(longest, limits, block_bytes)
+        return replace(limits, max_model_len=max_model_len), num_blocks * block_bytes
 
     def _block_size(self) -> int:
         if self.spec.is_encoder:
@@ -553,7 +565,7 @@ class _Resolver:
     def _num_batched_tokens(self, max_num_seqs: int) -> int:
         given = self.config.max_num_batched_tokens
         default = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
-        if self.config.enable_chunked_prefill or (given or default) >= self._longest():
+        if self._has_chunks or (given or default) >= self._longest():
             return self._given("max_num_batched_tokens", given, default, "default")
         reason = "without chunked prefill the longest prompt must fit one step"
         self._note("max_num_batched_tokens", self._longest(), reason)
