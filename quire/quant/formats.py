@@ -35,11 +35,13 @@ class IntegerFormat:
     is_fp8: bool = False
     """e4m3 numbers in place of integers."""
     is_mxfp4: bool = False
-    """e2m1 numbers in place of integers, with scales of a byte."""
+    """e2m1 numbers in place of integers."""
+    scale_bytes: int = _SCALE_BYTES
+    """Of a scale, or an offset, in memory."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Return bytes of values, scales and offsets."""
-        per_group = 1 if self.is_mxfp4 else _SCALE_BYTES * (2 if self.has_offsets else 1)
+        per_group = self.scale_bytes * (2 if self.has_offsets else 1)
         return num_outputs * (
             num_inputs * self.bits // 8 + num_inputs // self.group_size * per_group
         )
@@ -115,6 +117,7 @@ def join(formats: Iterable[IntegerFormat]) -> IntegerFormat:
         has_offsets=any(each.has_offsets for each in listed),
         is_fp8=all(each.is_fp8 for each in listed),
         is_mxfp4=is_alike and listed[0].is_mxfp4,
+        scale_bytes=max(each.scale_bytes for each in listed) if is_alike else _SCALE_BYTES,
     )
 
 

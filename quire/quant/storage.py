@@ -19,7 +19,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 from quire.common.numbers import ceil_div
 from quire.errors import ConfigError
@@ -210,6 +210,9 @@ class Mxfp4Storage:
     matrices that lie in one tensor: `*_blocks` [E, N, K / 32, 16] and `*_scales` [E, N, K / 32] in
     place of [E, K, N]."""
 
+    scale_bytes: int = 1
+    """Of a scale in memory: as stored, but where a back end has another form."""
+
     def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
         place, num_outputs = linear.weight.other_place, _stored_outputs(linear)
         assert place is not None and linear.weight.is_transposed
@@ -230,7 +233,19 @@ class Mxfp4Storage:
         )  # fmt: skip
 
     def held(self, linear: LinearSpec) -> IntegerFormat | None:
-        return IntegerFormat(4, MXFP4_BLOCK, "float", is_mxfp4=True)
+        return IntegerFormat(4, MXFP4_BLOCK, "float", is_mxfp4=True, scale_bytes=self.scale_bytes)
+
+
+class FormSupport(NamedTuple):
+    """What forms kernels hold weights in where the model runs; by default on a CPU."""
+
+    keeps_fp8: bool = False
+    """Whether there are kernels for e4m3."""
+    mxfp4_scale_bytes: int = 1
+
+
+GPU_MXFP4_SCALE_BYTES = 4
+"""Scales are float32 there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,14 +286,17 @@ class CheckpointStorage:
 
 
 def read_storage(
-    config: Mapping[str, object], spec: DecoderSpec, method: str | None, *, keeps_fp8: bool = False
+    config: Mapping[str, object],
+    spec: DecoderSpec,
+    method: str | None,
+    back_end: FormSupport | None = None,
 ) -> CheckpointStorage | None:
     """Return what the `quantization_config` of a parsed `config.json` says; None where there is
     none.
 
-    `method` is the user's wish ("int4", "int8" or None) for the activations; with `keeps_fp8` there
-    are kernels for e4m3. Raises UnsupportedModelError for what is not implemented, ConfigError for
-    a wish that the checkpoint cannot meet.
+    `method` is the user's wish ("int4", "int8" or None) for the activations. Raises
+    UnsupportedModelError for what is not implemented, ConfigError for a wish that the checkpoint
+    cannot meet.
     """
     values = config.get("quantization_config")
     if values is None:
@@ -301,11 +319,7 @@ def read_storage(
     }
     if spec.is_tied and spec.head is not None:
         found.pop(spec.head.weight.name, None)
-    if keeps_fp8:
-        found = {
-            k: dataclasses.replace(s, is_kept=True) if isinstance(s, Fp8Storage) else s
-            for k, s in found.items()
-        }
+    found = {key: _on(back_end or FormSupport(), storage) for key, storage in found.items()}
     wished = (
         found
         if method is None
@@ -322,6 +336,15 @@ def read_storage(
             "too, but not of MXFP4; FP8 can become int8)"
         )
     return CheckpointStorage(name, wished, linears)
+
+
+def _on(back_end: FormSupport, storage: LinearStorage) -> LinearStorage:
+    """Return the storage with what depends on where the model runs."""
+    if isinstance(storage, Fp8Storage):
+        return dataclasses.replace(storage, is_kept=back_end.keeps_fp8)
+    if isinstance(storage, Mxfp4Storage):
+        return dataclasses.replace(storage, scale_bytes=back_end.mxfp4_scale_bytes)
+    return storage
 
 
 def _with_wish(storage: LinearStorage, linear: LinearSpec, method: str) -> LinearStorage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.config.engine import EngineConfig
+from quire.engine.assembly.preparation import plan_engine
 from quire.engine.assembly.quantization import quantize_model
+from quire.engine.plan.gpu import Gpu
+from quire.engine.plan.machine import Machine
 from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.kernels.reference.kernels import ReferenceKernels
 from quire.models.registry import declare
@@ -116,6 +121,22 @@ def test_the_plan_counts_the_bytes_that_are_stored(tmp_path: Path) -> None:
     total = sum(storage.formats.part_bytes(parts, "bfloat16") for parts in experts)
     tensors = load_file(stored / "model.safetensors")
     assert total == sum(each.nbytes for each in tensors.values() if each.dtype == torch.uint8)
+
+
+def test_the_plan_counts_the_scales_of_a_gpu(tmp_path: Path) -> None:
+    stored, _ = store(tmp_path)
+    machine = Machine(1 << 34, 1 << 33, 2, "a processor")
+    gpu = replace(machine, gpu=Gpu("NVIDIA X", (9, 0), 80 << 30, 40 << 30, "13.0"))
+
+    def weight_bytes(device: str, machine: Machine) -> int:
+        options: dict[str, Any] = {"dtype": "bfloat16", "device": device}
+        config = EngineConfig(model=str(stored), skip_tokenizer_init=True, **options)
+        return plan_engine(config, machine).plan.weight_bytes
+
+    scales = load_file(stored / "model.safetensors").items()
+    num_scales = sum(each.numel() for name, each in scales if name.endswith("_scales"))
+    on_cpu, on_gpu = weight_bytes("cpu", machine), weight_bytes("cuda", gpu)
+    assert on_gpu - on_cpu == 3 * num_scales
 
 
 @pytest.mark.parametrize(

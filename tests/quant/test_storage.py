@@ -29,7 +29,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
 from quire.errors import CheckpointError, ConfigError
 from quire.models.registry import declare
-from quire.quant.storage import read_storage
+from quire.quant.storage import FormSupport, read_storage
 
 PROMPT = [5, 77, 12, 99, 3, 41, 8, 120, 64, 33, 2, 19]
 
@@ -218,8 +218,8 @@ def test_fp8_becomes_the_compute_dtype_and_says_so(
 def test_fp8_is_kept_where_there_are_kernels(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kept(*args: Any, keeps_fp8: bool) -> Any:
-        return read_storage(*args, keeps_fp8=not keeps_fp8)
+    def kept(config: Any, spec: Any, method: Any, back_end: FormSupport) -> Any:
+        return read_storage(config, spec, method, FormSupport(not back_end.keeps_fp8))
 
     pack, config = FP8.get(case, FP8["fp8 compressed"])
     is_float = case not in FP8

@@ -17,7 +17,7 @@ from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, Unsup
 from quire.models.declaration import DecoderSpec
 from quire.models.image_processing import ImageProcessing, read_image_processing
 from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
-from quire.quant.storage import CheckpointStorage, read_storage
+from quire.quant.storage import CheckpointStorage, FormSupport, read_storage
 from quire.weights.checkpoint import INDEX_NAME
 from quire.weights.folder import (
     local_path,
@@ -64,18 +64,16 @@ class ModelFiles(NamedTuple):
         return states_of([*(path for path in small if path.is_file()), *(own or weights)])
 
     def storage(
-        self, spec: DecoderSpec, config: EngineConfig, *, keeps_fp8: bool = False
+        self, spec: DecoderSpec, config: EngineConfig, back_end: FormSupport
     ) -> CheckpointStorage | GgufStorage | None:
-        """Return how weights are stored that are not plain floating point; None where they all are.
-
-        With `keeps_fp8` there are kernels for e4m3 where the model will run.
-        """
+        """Return how weights are stored that are not plain floating point; None where they all
+        are."""
         self._check_stored(config)
         if self.gguf is not None:
             return read_gguf_storage(self.gguf, spec, config.quantize_to)
         if config.load_format == "dummy":
             return None
-        return read_storage(self.config, spec, config.quantize_to, keeps_fp8=keeps_fp8)
+        return read_storage(self.config, spec, config.quantize_to, back_end)
 
     def image_processing(self, spec: DecoderSpec, config: EngineConfig) -> ImageProcessing | None:
         """Return what is done to images before the model reads them; None where it reads none.

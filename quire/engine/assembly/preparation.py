@@ -24,6 +24,7 @@ from quire.engine.plan.planning import HALF, resolve
 from quire.engine.pooling.decision import declare_model
 from quire.errors import CheckpointError, ConfigError, RequestError
 from quire.quant.formats import WeightFormats, formats_at_load
+from quire.quant.storage import GPU_MXFP4_SCALE_BYTES, FormSupport
 from quire.text.gguf import convert_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import read_generation_config, resolve_model
@@ -48,8 +49,7 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     machine = machine or machine_for(config)
     files = find_model(config)
     spec, pooling, generates = declare_model(config, files)
-    keeps_fp8 = machine.gpu is not None and machine.gpu.capability >= FP8_CAPABILITY
-    storage = files.storage(spec, config, keeps_fp8=keeps_fp8)
+    storage = files.storage(spec, config, _form_support(machine))
     if storage is not None:
         formats = storage.formats
     else:
@@ -70,6 +70,12 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
         ):
             logger.warning("computing in %s: %s", decision.value, decision.reason)
     return PlannedModel(plan, files, storage)
+
+
+def _form_support(machine: Machine) -> FormSupport:
+    if machine.gpu is None:
+        return FormSupport()
+    return FormSupport(machine.gpu.capability >= FP8_CAPABILITY, GPU_MXFP4_SCALE_BYTES)
 
 
 def machine_for(config: EngineConfig) -> Machine:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quire.kernels.interface import Kernels, QuantizedWeight
 from quire.kernels.reference.linear import quantize_row, quantize_row_fp8
+from quire.quant.formats import IntegerFormat
+from quire.quant.storage import GPU_MXFP4_SCALE_BYTES
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
@@ -163,6 +165,10 @@ def test_mxfp4_agrees_with_the_reference(
     torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)
     alone = kernels.linear(x[7:8].to(device), ours, out_dtype="float32")
     assert torch.equal(alone, got[7:8])
+    scale_bytes = GPU_MXFP4_SCALE_BYTES
+    planned = IntegerFormat(4, 8, "float", is_mxfp4=True, scale_bytes=scale_bytes)
+    padding = num_outputs % 2 * 96 // 2
+    assert ours.num_bytes == planned.num_bytes(num_outputs, 96) + padding + bias.nbytes
     for wrong in (5, 13):
         values = weight.values.clone()
         values[3, 7] = wrong
