@@ -57,10 +57,11 @@ struct E2m1Codes {
 };
 constexpr E2m1Codes E2M1_CODES;
 
-// Half a scale, as Python has it, to the byte of the scale; -1 where it is no power of two from 2^-126 to 2^124.
+// Half a scale, as Python has it, to the byte of the scale; -1 where it is no power of two from 2^-128 to 2^124.
 static int e8m0_of(float half) {
     uint32_t bits;
     memcpy(&bits, &half, sizeof bits);
+    if (bits == 0x200000 || bits == 0x400000) return static_cast<int>(bits >> 22);  // below the normal numbers
     const int exponent = static_cast<int>(bits >> 23);
     return (bits & 0x7fffff) != 0 || exponent < 1 || exponent > 251 ? -1 : exponent + 1;
 }
@@ -160,7 +161,7 @@ static void pack_quantized(const LinearWeight &weight, uintptr_t values, uintptr
         if (weight.is_integer()) return pack_integers(weight, from, first, width, to);
         if (!pack_mxfp4(weight, from, first, width, to)) is_whole = false;
     });
-    args.require(is_whole, "mxfp4 holds twice e2m1 numbers, and powers of two from 2^-126 to 2^124 as halves of scales");
+    args.require(is_whole, "mxfp4 holds twice e2m1 numbers, and powers of two from 2^-128 to 2^124 as halves of scales");
 }
 
 static constexpr const char *FORMATS[] = {"f32", "bf16", "int8", "int4", "mxfp4"};

@@ -40,7 +40,11 @@ _E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], 
 """Twice the number that four bits stand for."""
 _E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int16)
 """Those of a byte, the lower bits first, as one number."""
-_MIN_EXPONENT, _MAX_EXPONENT = 2, 252
+_MAX_EXPONENT = 252
+_E8M0_HALVES = torch.tensor(
+    [1 << 21, 1 << 22, *(place << 23 for place in range(1, _MAX_EXPONENT))], dtype=torch.int32
+).view(torch.float32)
+"""Half of what the byte of a scale means. The first two are below the normal numbers of float32."""
 _MIN_REGULAR_GROUP = 16
 """Groups finer than this cost more memory in scales than they save against 8 bits."""
 
@@ -226,14 +230,9 @@ def _mxfp4(storage: Mxfp4Storage, module: _Module) -> QuantizedWeight:
             "not finite"
         )
     pairs = _E2M1_PAIRS.index_select(0, blocks.flatten().int())
-    values = pairs.view(torch.int8).view(*exponents.shape, MXFP4_BLOCK)
-    if (is_tiny := exponents < _MIN_EXPONENT).any():  # below all normal numbers
-        values[is_tiny] = 0
-    # two to the power of 128 less: exact, as torch's own function need not be
-    scales = ((exponents.clamp(min=_MIN_EXPONENT).int() - 1) << 23).view(torch.float32)
-    return QuantizedWeight(
-        values.view(len(values), -1), scales, None, 4, MXFP4_BLOCK, "float", is_mxfp4=True
-    )
+    values = pairs.view(torch.int8).view(len(exponents), -1)
+    scales = _E8M0_HALVES[exponents.int()]
+    return QuantizedWeight(values, scales, None, 4, MXFP4_BLOCK, "float", is_mxfp4=True)
 
 
 _IntegerStorage = GptqStorage | AwqStorage | CompressedStorage

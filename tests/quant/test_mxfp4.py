@@ -180,7 +180,7 @@ def test_unusual_scales(tmp_path: Path) -> None:
     stored, _ = store(tmp_path)
     tensors = load_file(stored / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    tensors[name][1, 3, 0] = 1  # below all normal numbers: zeros
+    tensors[name][1, 3] = torch.tensor([0, 1, 2], dtype=torch.uint8)
     save_file(tensors, stored / "model.safetensors")
     config = json.loads((stored / "config.json").read_text())
     quantized = {"quantization_config": config.pop("quantization_config")}
@@ -191,8 +191,14 @@ def test_unusual_scales(tmp_path: Path) -> None:
     with SafetensorsCheckpoint(stored, spec, storage.layout) as weights:
         unpacked = unpacker(storage, weights)(expert.down)
     packed = ReferenceKernels().pack_quantized(unpacked)  # type: ignore[arg-type]
-    row = ReferenceKernels().linear(torch.eye(96), packed)[:, 3]
-    assert not row[:32].any() and row[32:64].any() and row[64:].any()
+    row = ReferenceKernels().linear(torch.eye(96) * 2.0**100, packed)[:, 3]
+    codes = tensors[name.replace("scales", "blocks")][1, 3]
+    codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(3, 32).long()
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    meant = (
+        numbers[codes & 7] * (1 - 2 * (codes >> 3)) * torch.exp2(torch.arange(3.0) - 27)[:, None]
+    )
+    assert torch.equal(row.view(3, 32), meant), "2^-127, 2^-126 and 2^-125 are exact"
     tensors[name][1, 3, 0] = 255
     save_file(tensors, stored / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj\.scales has the byte 255"):

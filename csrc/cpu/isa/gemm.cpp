@@ -238,12 +238,13 @@ QINLINE Vec e2m1(Bits words) {
 #endif
 }
 
-// Inputs [k, k + n) of one panel of mxfp4, all within one group. Products with powers of two are exact.
+// Inputs [k, k + n) of one panel of mxfp4, all within one group. Products with powers of two are exact, also below the normal
+// numbers, where the least scale lies.
 static void expand_mxfp4(const LinearWeight &weight, const char *group, int64_t k, int64_t n, float *out) {
     const char *w = group + weight.header_bytes() + k / 8 * 4 * PANEL;
     for (int v = 0; v < PANEL_VECS; ++v) {
         const Bits exponents = and_bits(load_signed_bytes(group + v * LANES), broadcast_bits(0xff));
-        const Vec scale = as_float(shift_left<23>(exponents));
+        const Vec scale = max(as_float(shift_left<23>(exponents)), broadcast(0x1p-127f));
         for (int64_t i = 0; i < n; i += 8) {
             const Bits words = load_bits(w + i * PANEL / 2 + v * 4 * LANES);
             float *to = out + i * PANEL + v * LANES;

@@ -241,6 +241,19 @@ def test_mxfp4_gives_the_bits_of_the_dequantized_weight(
     assert packed.num_bytes == 80 * (num_inputs // 2 + num_inputs // size) + 70 * 4
 
 
+def test_the_least_scales_of_mxfp4_are_exact(native_isa: Kernels) -> None:
+    """Where halves of scales, and small products, are below the normal numbers."""
+    weight = e2m1((64, 32), 32)
+    exponents = torch.tensor([-128, -127, -126, -125]).repeat(16)
+    weight = replace(weight, scales=torch.ldexp(torch.ones(64), exponents)[:, None])
+    assert (weight.scales > 0).all()
+    x = torch.eye(32, dtype=torch.bfloat16) * 2.0**100
+    want = torch.ldexp(weight.values.float(), exponents[:, None] + 100).t()
+    packed = native_isa.pack_quantized(weight)
+    for count in (1, 32):
+        assert torch.equal(native_isa.linear(x[:count], packed, out_dtype="float32"), want[:count])
+
+
 def test_what_mxfp4_does_not_hold_is_refused(native: Kernels, reference: Kernels) -> None:
     weight = e2m1((32, 64), 32)
     for wrong in (5, -7, 13, -128):
@@ -248,7 +261,7 @@ def test_what_mxfp4_does_not_hold_is_refused(native: Kernels, reference: Kernels
         values[20, 33] = wrong
         with pytest.raises(ValueError, match="mxfp4 holds"):
             native.pack_quantized(replace(weight, values=values))
-    for scale in (3.0, 2.0**-127, 2.0**125, -1.0):
+    for scale in (0.0, 3.0, 2.0**-129, 3 * 2.0**-128, 2.0**125, -1.0, -(2.0**-127)):
         scales = weight.scales.clone()
         scales[31, 1] = scale
         with pytest.raises(ValueError, match="mxfp4 holds"):
