@@ -246,8 +246,8 @@ class Speculator:
             trail.learn(sequence.token_ids)
             if self._drafter is not None:
                 self._drafter.end(sequence)
-            if self._forced is not None:
-                self._forced.end(sequence)
+        if self._forced is not None:
+            self._forced.end(sequence)
 
     def _order(self, step: OpenStep) -> bool:
         """Have tokens found that grammars force; whether any row has a grammar."""

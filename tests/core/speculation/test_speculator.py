@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from quire.config.limits import SchedulerLimits
-from quire.core.plan import RowSampling, Verify
+from quire.core.drafts import FORCED, Drafted, DraftOrder
+from quire.core.grammars import Grammar
+from quire.core.plan import Record, RowSampling, StepPlan, Verify
 from quire.core.request import Sequence
 from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.core.scheduler.audit import audit, audit_plan
@@ -18,6 +20,7 @@ from quire.core.speculation.acceptance import Acceptance
 from quire.core.speculation.drafters import NO_DRAFT, Draft
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
 from quire.core.speculation.speculator import Speculator
+from quire.core.speculation.standing import StandingOrders
 from quire.core.step_cost import StepCostModel, UnitCosts
 from quire.executor.null import NullExecutor
 
@@ -46,6 +49,12 @@ class Clock:
     def __init__(self, plain_s: float, run_s: float, token_s: float) -> None:
         self._plain_s, self._run_s, self._token_s = plain_s, run_s, token_s
         self.now = 0.0
+        """What all steps took."""
+
+    @property
+    def wall_s(self) -> float:
+        """What a clock on the wall shows."""
+        return self.now
 
     def take(self, sizes: list[int]) -> None:
         self.now += self._plain_s + self._run_s * sum(map(bool, sizes))
@@ -77,7 +86,7 @@ def _run(
         sizes.append([work.num_ahead for work in plan.work])
         if clock is not None:
             clock.take(sizes[-1])
-        scheduler.update(plan, executor.execute(plan), 0.0 if clock is None else clock.now)
+        scheduler.update(plan, executor.execute(plan), 0.0 if clock is None else clock.wall_s)
         if clock is None:
             audit(scheduler)
     return sizes
@@ -101,7 +110,7 @@ def test_guesses_that_are_wrong_end() -> None:
     assert sum(sizes[25:]) == 0 and sum(sizes) < 40
 
 
-def test_nobody_is_asked_where_a_step_is_bound_by_arithmetic() -> None:
+def test_no_drafter_is_called_where_a_step_is_bound_by_arithmetic() -> None:
     drafter = Fixed(7)
     speculator = Speculator(drafter, 8, costs=StepCostModel(ARITHMETIC_BOUND))
     sizes = _run(speculator, lambda position: 7, 32)
@@ -134,6 +143,32 @@ def test_guesses_that_pay_go_on() -> None:
     assert clock.now < 0.5 * 4000 * 3e-4
 
 
+@pytest.mark.parametrize("every", [100, 193, 7])
+def test_pauses_cost_next_to_nothing(every: int) -> None:
+    """Of a machine that sleeps, or an engine that is paused, for an hour amid requests."""
+
+    class Sleepy(Clock):
+        num_steps, slept_s = 0, 0.0
+
+        def take(self, sizes: list[int]) -> None:
+            super().take(sizes)
+            self.num_steps += 1
+            self.slept_s += 3600.0 * (self.num_steps % every == 0)
+
+        @property
+        def wall_s(self) -> float:
+            return self.now + self.slept_s
+
+    speculator = Speculator(Fixed(7), 4, costs=StepCostModel(SHORT))
+    clock = Sleepy(3e-4, 5e-4, 0.0)
+    _run(speculator, lambda position: 8, 4, clock, max_tokens=4000)
+    assert clock.now / 3e-4 - 4000 < 0.02 * 4000, "drafts that are wrong end"
+    paying = Sleepy(3e-4, 5e-5, 1e-5)
+    speculator = Speculator(Fixed(7), 4, costs=StepCostModel(SHORT))
+    _run(speculator, lambda position: 7, 4, paying, max_tokens=4000)
+    assert paying.now < 0.5 * 4000 * 3e-4, "and those that are right go on"
+
+
 def test_a_sequence_without_a_guess_is_looked_at_now_and_then() -> None:
     drafter = Fixed(7, 0)
     speculator = Speculator(drafter, 8, costs=StepCostModel(SHORT))
@@ -162,6 +197,39 @@ def test_beams_and_processors_go_without_guesses(caplog: pytest.LogCaptureFixtur
         assert not any(work.num_ahead for work in plan.work)
         scheduler.update(plan, executor.execute(plan), 0.0)
     assert caplog.text.count("beam search") == 1
+
+
+class Silent:
+    """Takes orders, and drafts nothing."""
+
+    name = FORCED
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
+
+    def take_news(self, wait_s: float) -> tuple[Record, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_is_ordered_for_a_sequence_ends_with_it() -> None:
+    """Also where it ends before its first token is sampled."""
+    orders = StandingOrders(FORCED, 4)
+    limits = SchedulerLimits(64, max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler = Scheduler(limits, look_ahead=Speculator(None, 4, forced=orders))
+    sampling = RowSampling(grammar=Grammar("regex", "a+"))
+    executor = NullExecutor(256, 64, 16, companions=[Silent()])
+    scheduler.add(
+        RequestSpec(request_id="long", prompt_token_ids=(1,) * 40, max_tokens=4, sampling=sampling)
+    )
+    plan = scheduler.schedule(0.0)
+    row = plan.new_rows[0].row
+    assert plan.orders == {FORCED: (DraftOrder(row, 4),)}
+    scheduler.update(plan, executor.execute(plan), 0.0)
+    scheduler.abort("long")
+    assert not orders.take({FORCED: (Drafted(row, 41, (7,), (1,)),)})
 
 
 def test_chances_follow_what_was_counted() -> None:
