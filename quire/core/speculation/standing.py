@@ -1,5 +1,5 @@
-"""Drafts that the worker makes, seen from the control plane: whom they are ordered for, and those
-that have come."""
+"""Drafts that the worker makes, seen from the control plane: for which sequences they are ordered,
+and those that have come."""
 
 from __future__ import annotations
 
