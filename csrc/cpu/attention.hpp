@@ -25,8 +25,8 @@ KVCache rows_as_cache(void *keys, void *values, DType dtype, int64_t num_kv_head
 // are in the cache already. Bidirectional: each sequence's context is its rows.
 void paged_attention(const AttentionProblem &problem, const Sequences &sequences);
 
-// New keys and values [T, KV heads, D] (keys alone, where the cache has no others), tokens `*_stride` elements apart, and the slots (block * block size + offset)
-// that they go to.
+// New keys and values [T, KV heads, D] (keys alone, where a row of the cache is both), tokens `*_stride` elements apart, and the
+// slots (block * block size + offset) that they go to.
 struct KVRows {
     const void *key, *value;
     DType dtype;

@@ -129,7 +129,9 @@ static void check_heads(const Arguments &args, const Operation &each) {
     args.require(!has_tails || each.rope != nullptr, "no RoPE");
     args.require(each.kind != Kind::write_latent || (each.cache != Operation::NO_CACHE && heads.num_keys == 1 && each.norm.is_present()),
                  "a latent without a norm or a cache");
-    args.require(each.kind == Kind::write_latent || is_head_norm(each.norm, heads.size, heads.num_queries) && is_head_norm(each.key_norm, heads.size, heads.num_keys),
+    const bool are_head_norms =
+        is_head_norm(each.norm, heads.size, heads.num_queries) && is_head_norm(each.key_norm, heads.size, heads.num_keys);
+    args.require(each.kind == Kind::write_latent || are_head_norms,
                  "a norm of queries or keys spans neither a head nor all of them");
 }
 
