@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.interface import Kernels
+from tests.kernels.cpu.test_attention import FAMILIES, forks, share
 
 if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
@@ -98,6 +99,33 @@ def test_chunks_blocks_company_and_threads_change_no_bit(
         got = attend(native_isa, alone, query[rows], 32, kv_format=kv_format)
         assert torch.equal(got, want[rows])
         start += count
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("value_size", [20, 64])
+def test_shared_blocks_change_no_bit(
+    native_isa: Kernels,
+    paged: type[Paged],
+    value_size: int,
+    kv_format: str,
+    dtype: torch.dtype,
+) -> None:
+    case, leaders = forks(paged, FAMILIES, num_kv_heads=1, head_size=value_size + 7, dtype=dtype)
+    query, sinks = draw_query(case, 6), draw(6)
+    rows, _, batch = case.pages(16, kv_format)
+    found = []
+    for threads in (1, 2):
+        cpu.set_num_threads(threads)
+        found += [
+            native_isa.paged_attention(
+                query, rows, rows, each, scale=0.2, sinks=sinks, value_size=value_size
+            )
+            for each in (batch, share(batch, FAMILIES, leaders, 16))
+        ]
+    assert found[0].isfinite().all()
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
