@@ -88,11 +88,11 @@ def read_num_labels(config: ConfigReader) -> int | None:
     return config.integer("num_labels", 2)
 
 
-def read_dtype(config: ConfigReader) -> str:
+def read_dtype(config: ConfigReader, default: str = "float32") -> str:
     """Return the checkpoint's own dtype: `dtype`, in older files `torch_dtype`;
-    float32 where neither says."""
+    `default` where neither says."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
-    return config.choice(key, _DTYPES, "float32")
+    return config.choice(key, _DTYPES, default)
 
 
 def read_layer_types(config: ConfigReader, default: tuple[str, ...]) -> tuple[bool, ...]:

@@ -48,7 +48,8 @@ def declare_gpt_oss(config: ConfigReader) -> DecoderSpec:
         heads = _attention(at, size, rope, windows[index], has_bias=has_bias)
         return pre_norm_block(at, norm, heads, _experts(f"{at}.mlp", size, routing))
 
-    return decoder(config, size, norm, block)
+    # the published configs name no dtype, and all floats beside them are bfloat16
+    return decoder(config, size, norm, block, default_dtype="bfloat16")
 
 
 def _attention(

@@ -90,6 +90,7 @@ def decoder(
     block: Callable[[str, int], BlockSpec],
     *,
     default_tied: bool = False,
+    default_dtype: str = "float32",
 ) -> DecoderSpec:
     """Return blocks (from where each lies in the checkpoint, and its index)
     between an embedding and a head, which may be tied."""
@@ -97,7 +98,7 @@ def decoder(
     return DecoderSpec(
         architecture=config.architecture,
         max_position_embeddings=size.max_positions,
-        dtype=read_dtype(config),
+        dtype=read_dtype(config, default_dtype),
         embedding=embedding,
         blocks=tuple(block(f"model.layers.{index}", index) for index in range(size.num_layers)),
         final_norm=norm("model.norm"),

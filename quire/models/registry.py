@@ -3,8 +3,10 @@ the one table of the architectures that Quire implements."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 
 from quire.errors import UnsupportedModelError
 from quire.models.bert import declare_bert, declare_distilbert, declare_mpnet, declare_roberta
@@ -123,8 +125,8 @@ def declare(config: Mapping[str, object]) -> DecoderSpec:
     declare_family = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES.get(architecture)
     if declare_family is None:
         raise UnsupportedModelError(
-            f"the architecture {architecture[:120]!r} is not supported; supported: "
-            f"{', '.join(sorted({*ARCHITECTURES, *POOLING_ARCHITECTURES}))}"
+            f"the architecture {architecture[:120]!r} is not supported; the nearest supported: "
+            f"{', '.join(_nearest(architecture[:120]))} (families: {', '.join(families())})"
         )
     reader = ConfigReader(config, architecture)
     if reader.has("quantization_config"):
@@ -138,11 +140,23 @@ def declare(config: Mapping[str, object]) -> DecoderSpec:
     return spec
 
 
+def families() -> list[str]:
+    """Return the names of architectures without what they are for, in alphabetical order."""
+    names = (*ARCHITECTURES, *POOLING_ARCHITECTURES)
+    return sorted(
+        {re.sub(r"(For[A-Z]\w*|LMHeadModel|TextModel|Model)$", "", each) for each in names}
+    )
+
+
+def _nearest(architecture: str) -> list[str]:
+    return get_close_matches(architecture, [*ARCHITECTURES, *POOLING_ARCHITECTURES], 3, 0.0)
+
+
 def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UnsupportedModelError(
-            f"config.json has architectures={repr(names)[:120]}; Quire needs one, out of "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"config.json has architectures={repr(names)[:120]}; Quire needs one, of the families "
+            f"{', '.join(families())}"
         )
     return names[0]

@@ -107,12 +107,29 @@ def test_queries_of_deepseek_v2_lite_come_straight_of_the_stream(shared: Path) -
     assert declare(config) == declare(config | {"q_lora_rank": 1536})
 
 
-def test_unknown_architecture_lists_what_is_supported() -> None:
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"'FooForCausalLM' is not supported; supported: BertForMaskedLM, ",
-    ):
-        declare({"architectures": ["FooForCausalLM"]})
+def test_an_unknown_architecture_is_told_the_nearest_and_the_families() -> None:
+    with pytest.raises(UnsupportedModelError) as raised:
+        declare({"architectures": ["DeepseekV32ForCausalLM"]})
+    message = str(raised.value)
+    assert message.startswith(
+        "the architecture 'DeepseekV32ForCausalLM' is not supported; the nearest supported: "
+        "DeepseekV3ForCausalLM, DeepseekV2ForCausalLM, "
+    )
+    assert "families: Bert, DeepseekV2, DeepseekV3, DistilBert, " in message
+    assert len(message) < 600
+
+
+def test_floats_of_gpt_oss_are_bfloat16_unless_its_config_says_otherwise(shared: Path) -> None:
+    path = shared / "data/tokenizers/model_configs/openai--gpt-oss-20b.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    assert declare(config).dtype == "bfloat16"
+    assert declare(config | {"torch_dtype": "float32"}).dtype == "float32"
+
+
+def test_a_long_unknown_architecture_takes_no_time() -> None:
+    with pytest.raises(UnsupportedModelError, match="families"):
+        declare({"architectures": ["A" * 100_000]})
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["A", "B"], "LlamaForCausalLM", [3], {}])
