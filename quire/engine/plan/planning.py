@@ -602,9 +602,8 @@ class _Resolver:
             raise CapacityError(
                 "the model does not fit: weights and workspace need "
                 f"{format_bytes(other_bytes)}, and {budget} is "
-                f"{format_bytes(available * config.memory_utilization)}; use a smaller model "
-                "or dtype, or "
-                "free memory"
+                f"{format_bytes(available * config.memory_utilization)}; use a smaller model or "
+                "dtype, quantization='int8' or 'int4', or free memory"
             )
         limits = [
             (free, f"what weights and workspace leave of {budget}"),
