@@ -46,21 +46,24 @@ class PlacedImage(NamedTuple):
 
 
 class ImageOrder(NamedTuple):
-    """To encode an image, or, without one, to forget what came of it: no row needs it then."""
+    """To encode an image; without one, to forget it, encoded or not: no row needs it then."""
 
     digest: bytes
     image: Image | None
+    number: int = 0
+    """Of an order to encode: which one a verdict is on."""
 
 
 FORGET_ALL_IMAGES = ImageOrder(b"", None)
-"""To forget every image, and what was ordered: no row needs any."""
+"""To forget every image and order: what was ordered before may have been lost on either side."""
 
 
 class ImageVerdict(NamedTuple):
-    """The outcome of encoding an image: it is there, or `error` says why it never will be."""
+    """The outcome of an order to encode an image: it is there, or `error` says why it is not."""
 
     digest: bytes
     error: str | None = None
+    number: int = 0
 
 
 def content_ids(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> tuple[int, ...] | None:

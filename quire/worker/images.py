@@ -8,7 +8,7 @@ cores it would take from them anyway: a stage after a step with work, all of it 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -31,8 +31,8 @@ from quire.nn.vision import VisionModel
 
 logger = logging.getLogger(__name__)
 
-Encoding = tuple[bytes, Iterator[Tensor | None]]
-"""A digest, and what is left to be computed for it."""
+Encoding = tuple[ImageOrder, Iterator[Tensor | None]]
+"""An order, and what is left to be computed for it."""
 
 
 class ImageTable:
@@ -43,9 +43,12 @@ class ImageTable:
     def __init__(self, model: VisionModel, max_tokens: int) -> None:
         """Keep at most `max_tokens` rows, as the control plane does."""
         self._model, self._max_tokens = model, max_tokens
-        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._rows: dict[bytes, Tensor] = {}
+        self._spare: dict[bytes, Tensor] = {}
+        """Encoded for a control plane that started over and may want them again: what there is
+        room for beside the others."""
         self._of_row: dict[int, tuple[PlacedImage, ...]] = {}
-        self._asked: deque[Image] = deque()
+        self._asked: deque[ImageOrder] = deque()
         self._encoding: Encoding | None = None
         self._verdicts: list[ImageVerdict] = []
         self._has_work = False
@@ -55,23 +58,21 @@ class ImageTable:
     @property
     def num_bytes(self) -> int:
         """Memory that the rows take."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        return sum(rows.nbytes for rows in (*self._rows.values(), *self._spare.values()))
 
     def begin(self, plan: StepPlan) -> None:
         for row in plan.removed_rows:
             self._of_row.pop(row, None)
         for order in map(ImageOrder._make, plan.orders.get(IMAGES, ())):
             if order == FORGET_ALL_IMAGES:
-                self._rows.clear()
-                self._verdicts.clear()
-                self.close()
+                self._forget_all()
             elif order.image is None:
-                self._rows.pop(order.digest, None)
-            elif order.digest in self._rows:  # a control plane that started over does not know
-                self._rows.move_to_end(order.digest)
-                self._verdicts.append(ImageVerdict(order.digest))
-            elif order.digest not in self._under_way():
-                self._asked.append(order.image)
+                self._forget(order.digest)
+            elif order.digest in self._spare:
+                self._rows[order.digest] = self._spare.pop(order.digest)
+                self._end(order)
+            else:
+                self._asked.append(order)
         for new in plan.new_rows:
             if new.sampling.images:
                 self._of_row[new.row] = new.sampling.images
@@ -109,45 +110,53 @@ class ImageTable:
                 found.append(self._rows[image.digest][begin - start : end - start])
         return PlacedRows(torch.cat(tokens), torch.cat(found)) if tokens else None
 
-    def _under_way(self) -> set[bytes]:
-        current = set() if self._encoding is None else {self._encoding[0]}
-        return current | {image.digest for image in self._asked}
+    def _forget_all(self) -> None:
+        self._spare |= self._rows
+        self._rows = {}
+        self._of_row.clear()
+        self._verdicts.clear()
+        self.close()
+
+    def _forget(self, digest: bytes) -> None:
+        self._rows.pop(digest, None)
+        self._asked = deque(order for order in self._asked if order.digest != digest)
+        if self._encoding is not None and self._encoding[0].digest == digest:
+            self._encoding = None
 
     def _advance(self) -> None:
         """Compute a stage of the image that is being encoded, or of the next one."""
         if self._encoding is None:
             if not self._asked:
                 return
-            image = self._asked.popleft()
-            self._encoding = image.digest, self._stages(image)
-        digest, stages = self._encoding
+            order = self._asked.popleft()
+            assert order.image is not None
+            self._encoding = order, self._stages(order.image)
+        order, stages = self._encoding
         try:
             rows = next(stages)
+            if rows is not None:
+                self._keep(order, rows)
         except Exception as error:  # a bug ends those that wait for this image alone
             log_failure(logger, "an image could not be encoded", error)
-            self._end(ImageVerdict(digest, f"an image failed: {type(error).__name__}"))
-            return
-        if rows is not None:
-            self._keep(digest, rows)
+            self._encoding = None
+            self._end(order, f"an image failed: {type(error).__name__}")
 
     def _stages(self, image: Image) -> Iterator[Tensor | None]:
         """Encode an image; nothing of it runs, or fails, before the first stage does."""
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
         yield from self._model.encode(pixels, image.tiling)
 
-    def _keep(self, digest: bytes, rows: Tensor) -> None:
-        if not bool(torch.isfinite(rows).all()):
-            self._end(ImageVerdict(digest, "the tower computed numbers that are not finite"))
-            return
-        in_use = {image.digest for images in self._of_row.values() for _, image in images}
-        num_tokens = sum(map(len, self._rows.values())) + len(rows)
-        for each in list(self._rows):  # what a control plane that started over has lost count of
-            if num_tokens > self._max_tokens and each not in in_use:
-                num_tokens -= len(self._rows.pop(each))
-        self._rows[digest] = rows
-        self.num_encoded += 1
-        self._end(ImageVerdict(digest))
-
-    def _end(self, verdict: ImageVerdict) -> None:
-        self._verdicts.append(verdict)
+    def _keep(self, order: ImageOrder, rows: Tensor) -> None:
         self._encoding = None
+        if not bool(torch.isfinite(rows).all()):
+            self._end(order, "the tower computed numbers that are not finite")
+            return
+        num_tokens = sum(map(len, (*self._rows.values(), *self._spare.values(), rows)))
+        while self._spare and num_tokens > self._max_tokens:
+            num_tokens -= len(self._spare.pop(next(iter(self._spare))))
+        self._rows[order.digest] = rows
+        self.num_encoded += 1
+        self._end(order)
+
+    def _end(self, order: ImageOrder, error: str | None = None) -> None:
+        self._verdicts.append(ImageVerdict(order.digest, error, order.number))

@@ -9,6 +9,7 @@ served in the order in which they came to wait; the first takes what it needs be
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import NamedTuple
 
 from quire.core.images import FORGET_ALL_IMAGES, IMAGES, Image, ImageOrder, ImageVerdict
 from quire.core.plan import Record
@@ -16,9 +17,17 @@ from quire.core.request import Sequence
 from quire.core.scheduler.prerequisites import Settled
 
 MAX_ENCODE_S = 300.0
-"""From the order to the verdict: one image, between the steps of a slow machine."""
+"""From the order, or the verdict on the image before, to the verdict: one image, between the steps
+of a slow machine."""
 NOT_ENCODED = "waits for its images to be encoded"
 TOO_SLOW = f"an image was not encoded within {MAX_ENCODE_S:g} s"
+
+
+class _Encoding(NamedTuple):
+    """An order to encode that no verdict has settled."""
+
+    number: int
+    ordered_s: float
 
 
 class EncodedImages:
@@ -31,13 +40,17 @@ class EncodedImages:
         self._max_tokens = max_tokens
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """Places of each image that is there or on its way, least recently used first."""
-        self._encoding: dict[bytes, float] = {}
-        """With the time of the order."""
+        self._encoding: dict[bytes, _Encoding] = {}
+        """In the order in which they are encoded."""
+        self._num_orders = 0
+        self._settled_s = 0.0
+        """When the last verdict came: the next image was begun then."""
         self._running: dict[int, Sequence] = {}
         """Those that may still read their images, by identity."""
         self._waiting: deque[Sequence] = deque()
-        self._has_lost = False
-        """Whether it is not known what the executor has."""
+        self._to_forget = [FORGET_ALL_IMAGES]
+        """Orders for the next plan; the first, since the worker may have served another control
+        plane."""
 
     def refusal(self, sequence: Sequence) -> str | None:
         if all(self._is_there(digest) for digest in _images(sequence)):
@@ -66,8 +79,7 @@ class EncodedImages:
         self._running.pop(id(sequence), None)
 
     def take_orders(self, now: float) -> tuple[Record, ...]:
-        orders = [FORGET_ALL_IMAGES] if self._has_lost else list[ImageOrder]()
-        self._has_lost = False
+        orders, self._to_forget = self._to_forget, []
         self._let_go()
         needed = {digest for each in self._running.values() for digest in _images(each)}
         for sequence in self._waiting:
@@ -80,22 +92,25 @@ class EncodedImages:
                 if victims is None:
                     return tuple(orders)
                 orders += [ImageOrder(victim, None) for victim in victims]
-                self._sizes[digest], self._encoding[digest] = image.num_tokens, now
-                orders.append(ImageOrder(digest, image))
+                self._num_orders += 1
+                self._sizes[digest] = image.num_tokens
+                self._encoding[digest] = _Encoding(self._num_orders, now)
+                orders.append(ImageOrder(digest, image, self._num_orders))
         return tuple(orders)
 
     def take_news(self, news: tuple[Record, ...], now: float) -> list[Settled]:
         if not news and not self._waiting and not self._encoding:
             return []
         settled = list[Settled]()
-        for digest, error in (*map(ImageVerdict._make, news), *self._overdue(now)):
-            self._encoding.pop(digest, None)
+        for digest, error, number in map(ImageVerdict._make, news):
+            encoding = self._encoding.get(digest)
+            if encoding is None or encoding.number != number:
+                continue  # given up
+            del self._encoding[digest]
+            self._settled_s = now
             if error is not None:
-                self._sizes.pop(digest, None)
-                failed = [each for each in self._waiting if digest in _images(each)]
-                for each in failed:
-                    self._waiting.remove(each)
-                settled.append(Settled(failed, error))
+                settled.append(self._failed(digest, error))
+        settled += self._give_up(now)
         ready = [each for each in self._waiting if self.refusal(each) is None]
         for each in ready:
             self._waiting.remove(each)
@@ -107,7 +122,7 @@ class EncodedImages:
         assert not self._running
         self._sizes.clear()
         self._encoding.clear()
-        self._has_lost = True
+        self._to_forget = [FORGET_ALL_IMAGES]
 
     def _is_there(self, digest: bytes) -> bool:
         return digest in self._sizes and digest not in self._encoding
@@ -134,12 +149,24 @@ class EncodedImages:
             del self._sizes[digest]
         return victims
 
-    def _overdue(self, now: float) -> list[ImageVerdict]:
-        return [
-            ImageVerdict(digest, TOO_SLOW)
-            for digest, ordered_s in self._encoding.items()
-            if now - ordered_s > MAX_ENCODE_S
-        ]
+    def _failed(self, digest: bytes, error: str) -> Settled:
+        """End the wait of those that an image has failed."""
+        del self._sizes[digest]
+        failed = [each for each in self._waiting if digest in _images(each)]
+        for each in failed:
+            self._waiting.remove(each)
+        return Settled(failed, error)
+
+    def _give_up(self, now: float) -> list[Settled]:
+        """End the wait for the image that is being encoded, if it takes too long, whatever becomes
+        of it. Those behind it are not late."""
+        first = next(iter(self._encoding.items()), None)
+        if first is None or now - max(first[1].ordered_s, self._settled_s) <= MAX_ENCODE_S:
+            return []
+        digest, self._settled_s = first[0], now
+        del self._encoding[digest]
+        self._to_forget.append(ImageOrder(digest, None))
+        return [self._failed(digest, TOO_SLOW)]
 
 
 def _images(sequence: Sequence) -> dict[bytes, Image]:

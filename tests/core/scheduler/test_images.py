@@ -49,7 +49,8 @@ class Tower:
                 self.there.clear()
                 self.orders.clear()
             elif order.image is None:
-                self.there.remove(order.digest)
+                self.there.discard(order.digest)
+                self.orders = [each for each in self.orders if each.digest != order.digest]
             else:
                 self.orders.append(order)
         for new in plan.new_rows:
@@ -67,7 +68,9 @@ class Tower:
         self.num_encoded += len(asked)
         assert len(self.there) <= self._max_images
         return tuple(
-            ImageVerdict(each.digest, "is broken" if each.digest in self.broken else None)
+            ImageVerdict(
+                each.digest, "is broken" if each.digest in self.broken else None, each.number
+            )
             for each in asked
         )
 
