@@ -27,9 +27,13 @@ MAX_PIXELS = 40_000_000
 MAX_EDGE = 32_768
 MAX_RATIO = 200
 """Of the longer edge to the shorter one."""
+MAX_SCANS = 200
+"""Of a JPEG file, previews included; cameras and encoders write about ten. Each costs a pass over
+all pixels, and takes fifty bytes of a file."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _OF_CAMERAS = "MPO"
 """What Pillow calls a JPEG file that has previews as further frames."""
+_START_OF_SCAN = b"\xff\xda"
 _WIDE_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 """Grey levels of 16 bits, in which Pillow leaves what PNG has."""
 
@@ -54,6 +58,8 @@ def decode(data: bytes, param: str = "image") -> Pixels:
         try:
             with library.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_header(image, param)
+                if image.format in ("JPEG", _OF_CAMERAS):
+                    _check_scans(data, param)
                 return _rgb(image, param)
         except QuireError:
             raise
@@ -111,6 +117,13 @@ def _check_header(image: PillowImage, param: str) -> None:
     num_frames = getattr(image, "n_frames", 1)
     if num_frames != 1 and image.format != _OF_CAMERAS:
         raise _refusal(param, f"it is animated ({num_frames} frames); give one of them")
+
+
+def _check_scans(data: bytes, param: str) -> None:
+    """Bound a decoder's passes; in compressed data the marker does not occur."""
+    num_scans = data.count(_START_OF_SCAN)
+    if num_scans > MAX_SCANS:
+        raise _refusal(param, f"it has {num_scans:,} scans; at most {MAX_SCANS} are decoded")
 
 
 def _check_size(size: tuple[int, int], param: str) -> None:

@@ -17,8 +17,9 @@ import os
 import socket
 import ssl
 import stat
+import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
@@ -92,7 +93,7 @@ class _Fetcher:
                 "file: URLs are not allowed here; the operator can name a folder "
                 "(--allowed-local-media-path)"
             )
-        parts = urlsplit(url)
+        parts = self._split(url)
         if parts.netloc not in ("", "localhost") or "\0" in unquote(parts.path):
             self.refuse("a file: URL must name a file of this machine: file:///folder/name.png")
         try:
@@ -119,19 +120,35 @@ class _Fetcher:
         """Fetch by HTTP; each redirect is judged as the first URL was."""
         for _ in range(MAX_REDIRECTS + 1):
             try:
-                found = self._get(urlsplit(url))
+                found = self._get(self._split(url))
             except (OSError, ValueError, http.client.HTTPException) as error:
+                self._left()
                 self.refuse(f"the image cannot be fetched: {type(error).__name__}")
             if isinstance(found, bytes):
                 return found
-            url = urljoin(url, found)
+            url = self._joined(url, found)
         return self.refuse(f"more than {MAX_REDIRECTS} redirects")
+
+    def _split(self, url: str) -> SplitResult:
+        try:
+            return urlsplit(url)
+        except ValueError:
+            return self.refuse(f"{url[:_SHOWN]!r} is no valid URL")
+
+    def _joined(self, url: str, location: str) -> str:
+        try:
+            return urljoin(url, location)
+        except ValueError:
+            return self.refuse(f"a redirect to {location[:_SHOWN]!r}, which is no valid URL")
 
     def _get(self, parts: SplitResult) -> bytes | str:
         """Return the body, or where it is said to be."""
         host, port = self._allowed(parts)
         address = self._address(host, port)
         connection = _Connection(host, port, address, self._left(), is_tls=parts.scheme == "https")
+        watch = threading.Timer(self._left(), connection.cut)
+        watch.daemon = True
+        watch.start()
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "quire"})
@@ -140,17 +157,18 @@ class _Fetcher:
                     return response.getheader("Location") or self.refuse("a redirect to nowhere")
                 if response.status != 200:
                     self.refuse(f"the image's server answered {response.status}")
-                return self._body(connection, response)
+                return self._body(response)
         finally:
+            watch.cancel()
             connection.close()
 
-    def _body(self, connection: _Connection, response: http.client.HTTPResponse) -> bytes:
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
         if response.length is not None and response.length > MAX_BYTES:
             self._refuse_size(response.length)
         found = bytearray()
         while True:
-            connection.allow(self._left())
             piece = response.read1(_PIECE)
+            self._left()  # where the connection was cut, this is no end
             if not piece and response.length:
                 self.refuse(f"the transfer ended {response.length:,} bytes before its end")
             if not piece:
@@ -227,17 +245,22 @@ class _Connection(http.client.HTTPConnection):
         super().__init__(host, port, timeout=timeout_s)
         self._address, self._is_tls = address, is_tls
         self._seconds = timeout_s
+        self._open: socket.socket | None = None
+        """What `sock` was: a response that ends its connection takes it over."""
 
     def connect(self) -> None:
         """Connect, and encrypt where the URL says so."""
-        raw = socket.create_connection((self._address, self.port), self._seconds)
+        self._open = self.sock = socket.create_connection((self._address, self.port), self._seconds)
         if self._is_tls:
             context = ssl.create_default_context()
-            self.sock = context.wrap_socket(raw, server_hostname=self.host)
-        else:
-            self.sock = raw
+            self._open = self.sock = context.wrap_socket(
+                self.sock, server_hostname=self.host, do_handshake_on_connect=False
+            )
+            self.sock.do_handshake()
 
-    def allow(self, seconds: float) -> None:
-        """Bound the next wait; a response that ends its connection has none left to bound."""
-        if self.sock is not None:
-            self.sock.settimeout(seconds)
+    def cut(self) -> None:
+        """End every wait for the other side, which may send a byte now and then for hours: a
+        timeout of the socket begins anew with each. For any thread."""
+        if self._open is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(self._open, socket.SHUT_RDWR)

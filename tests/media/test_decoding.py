@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import struct
+import time
 import zlib
 from typing import Any
 
@@ -53,6 +54,17 @@ def test_what_is_no_rgb_becomes_it_as_transformers_does() -> None:
         data = _file(image, form)
         again = Image.open(io.BytesIO(data))
         assert np.array_equal(decode(data), np.array(again.convert("RGB"))), mode
+
+
+def test_scans_of_a_progressive_file_are_bounded() -> None:
+    """Each is a pass over all pixels, and the last ones of this file have a few bytes."""
+    data = _file(Image.fromarray(picture(3, 64, 64)), "JPEG", progressive=True)
+    assert decode(data).shape == (64, 64, 3)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    started = time.monotonic()
+    with pytest.raises(InvalidParameterError, match="scans; at most 200"):
+        decode(data[:-2] + last * 20_000 + data[-2:])
+    assert time.monotonic() - started < 2.0
 
 
 def test_a_transparent_palette_is_read() -> None:

@@ -98,6 +98,7 @@ def test_files_lie_under_the_folder(tmp_path: Path) -> None:
     _refused(f"file://{folder}/sub", access, "no regular file|cannot be read")
     _refused(f"file://elsewhere{folder}/a%20b.png", access, "of this machine")
     _refused("file:///etc/passwd", MediaAccess(), "not allowed")
+    _refused("file://[x", access, "no valid URL")
 
 
 def test_web_images_come_from_allowed_hosts_alone(site: tuple[str, dict[str, Any]]) -> None:
@@ -123,11 +124,54 @@ def test_redirects_are_judged_like_the_first_url(site: tuple[str, dict[str, Any]
     pages["/out"] = (302, {"Location": "http://169.254.169.254/latest"}, b"")
     pages["/file"] = (302, {"Location": "file:///etc/passwd"}, b"")
     pages["/nowhere"] = (302, {}, b"")
+    pages["/broken"] = (302, {"Location": "http://[x"}, b"")
     assert fetch(f"http://{host}/1", access) == b"image"
     _refused(f"http://{host}/loop", access, "redirects")
     _refused(f"http://{host}/out", access, "not fetched from")
     _refused(f"http://{host}/file", access, "http or https")
     _refused(f"http://{host}/nowhere", access, "nowhere")
+    _refused(f"http://{host}/broken", access, "no valid URL")
+    _refused("http://[x", access, "no valid URL")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nX: ",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5;",
+        b"HTTP/1.0 200 OK\r\n\r\n",
+    ],
+    ids=["status", "header", "chunk", "body without a length"],
+)
+def test_a_byte_now_and_then_prolongs_nothing(
+    before: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "FETCH_S", 0.4)
+    is_over = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            try:
+                connection.sendall(before)
+                while not is_over.wait(0.05):
+                    connection.sendall(b"H")
+            except OSError:
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,), daemon=True)
+        thread.start()
+        stop = threading.Timer(10.0, is_over.set)
+        stop.start()
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        started = time.monotonic()
+        _refused(f"http://{host}/x", MediaAccess((host,)), "not fetched within")
+        assert time.monotonic() - started < 5.0
+        is_over.set()
+        stop.cancel()
+        thread.join(10)
 
 
 def test_names_with_private_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
