@@ -8,13 +8,13 @@ exception, never a `QuireError`.
     ├── ConfigError              an option, or a combination of options, that cannot work
     │   ├── CapacityError        the memory given does not hold what was requested
     │   ├── NotAvailableError    a feature that this version does not have
-    │   └── UnsupportedModelError  a model, or a key of its config.json, that Quire does not
-    implement ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
-    ├── CheckpointError          a model file that is malformed, truncated or inconsistent ├──
-    RequestError             one request cannot be served; other requests are not affected │   ├──
-    InvalidParameterError  a sampling parameter or an argument out of its range │   └──
-    PromptTooLongError   the prompt exceeds the context, or the whole KV pool └── EngineError
-          the engine itself failed or was closed
+    │   └── UnsupportedModelError  a model, or a key of its config.json, that is not implemented
+    ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
+    ├── CheckpointError          a model file that is malformed, truncated or inconsistent
+    ├── RequestError             one request cannot be served; other requests are not affected
+    │   ├── InvalidParameterError  a sampling parameter or an argument out of its range
+    │   └── PromptTooLongError   the prompt exceeds the context, or the whole KV pool
+    └── EngineError              the engine itself failed or was closed
         └── UnavailableError     nothing can be taken now; the same request may succeed later
 """
 

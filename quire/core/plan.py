@@ -40,6 +40,14 @@ Record = tuple[Any, ...]
 and both of its halves know."""
 
 
+class CompanionError(Exception):
+    """The worker's half of a feature has raised; `name` is the key of its records."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"what makes {name} ready has failed")
+        self.name = name
+
+
 ANY_STATE = -1
 
 

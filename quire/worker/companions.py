@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from quire.core.plan import Record, StepPlan
+from quire.core.plan import CompanionError, Record, StepPlan
 
 _WAIT_S = 0.005
 """A step without work waits so long for news: requests may come, or leave, meanwhile."""
@@ -47,17 +47,30 @@ class Companions:
         self._names = {each.name for each in self._all}
 
     def begin(self, plan: StepPlan) -> None:
-        """Hand a plan to every companion, before its changes are applied."""
+        """Hand a plan to every companion, before its changes are applied. Raises CompanionError
+        where one of them does."""
         assert plan.orders.keys() <= self._names, (
             f"orders for {plan.orders.keys() - self._names}, which this executor lacks"
         )
         for each in self._all:
-            each.begin(plan)
+            try:
+                each.begin(plan)
+            except Exception as error:
+                raise CompanionError(each.name) from error
 
     def take_news(self, plan: StepPlan) -> dict[str, tuple[Record, ...]]:
-        """Collect the news for the result of a plan."""
+        """Collect the news for the result of a plan. Raises CompanionError where a companion
+        raises: what it had to say is lost."""
         wait_s = 0.0 if plan.work else _WAIT_S
-        return {each.name: records for each in self._all if (records := each.take_news(wait_s))}
+        news = dict[str, tuple[Record, ...]]()
+        for each in self._all:
+            try:
+                records = each.take_news(wait_s)
+            except Exception as error:
+                raise CompanionError(each.name) from error
+            if records:
+                news[each.name] = records
+        return news
 
     def close(self) -> None:
         """Close every companion. Idempotent."""

@@ -158,6 +158,23 @@ class Scheduler:
             request.error = message
         return self._end_request(request_id, FinishReason.ERROR)
 
+    def waiting_for(self, name: str | None = None) -> list[Request]:
+        """List the requests that wait for the prerequisite of this name, or for any."""
+        parked = (
+            sequence
+            for each in self.admission.prerequisites
+            if name in (None, each.name)
+            for sequence in each.parked()
+        )
+        return list(dict.fromkeys(sequence.request for sequence in parked))
+
+    def fail_all(self, requests: Iterable[Request], message: str) -> list[Progress]:
+        """`fail` requests between steps; returns the ends of their sequences."""
+        self._progress = []
+        for request in requests:
+            self.fail(request.request_id, message)
+        return self._progress
+
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""

@@ -1,15 +1,15 @@
 """The loop of every engine: its three verbs, how they follow each other, and what happens when one
 of them fails.
 
-    plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in
-    which blocks result = executor.execute(plan)         # data plane: one forward pass and the
-    sampling progress = scheduler.update(plan, result, now)
+    plan = scheduler.schedule(now)                # control plane: which tokens, in which blocks
+    result = executor.execute(plan)               # data plane: one forward pass, and sampling
+    progress = scheduler.update(plan, result, now)
 
 They follow each other one after the other, or with the next step planned while one runs:
 
     plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
-    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while
-    1, 2, 3 are launched
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...
+                while 1, 2, 3 are launched
 
 Both give the same tokens: the overlapped loop counts on what the step in flight will have computed,
 never on which tokens come of it. It takes in each outcome while the next step runs, so a sequence
@@ -29,7 +29,7 @@ from typing import Protocol
 
 from quire.common.failures import log_failure
 from quire.config.limits import SchedulerLimits
-from quire.core.plan import StepPlan, StepResult, WorkResult
+from quire.core.plan import CompanionError, StepPlan, StepResult, WorkResult
 from quire.core.request import FinishReason, Sequence, SequenceRecord
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
@@ -146,13 +146,25 @@ class StepLoop:
         return progress
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[Progress]:
-        """End the requests of a step that was lost; it is unknown what the worker still holds,
-        so all others start anew."""
-        log_failure(logger, f"the executor failed on step {plan.step_id}", error)
-        message = f"the engine failed on this step: {type(error).__name__}"
-        progress = self.update(
-            plan, StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work))
-        )
+        """End the requests that a lost step concerns; it is unknown what the worker still holds,
+        so all others start anew.
+
+        These are the ones that wait for the companion that failed, if that is known; or else those
+        of the step; of one without work, all that wait for a companion. One ends at least, or the
+        same step would be lost for ever.
+        """
+        cause = error.__cause__ or error
+        log_failure(logger, f"the executor failed on step {plan.step_id}", cause)
+        message = f"the engine failed on this step: {type(cause).__name__}"
+        name = error.name if isinstance(error, CompanionError) else None
+        waiting = [] if name is None and plan.work else self.scheduler.waiting_for(name)
+        if waiting:
+            progress = self.scheduler.fail_all(waiting, message)
+        elif plan.work:
+            lost = tuple(WorkResult(error=message) for _ in plan.work)
+            progress = self.update(plan, StepResult(plan.step_id, lost))
+        else:
+            return self.start_over(message)
         self.rewind()
         return progress
 
