@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_config
-from quire.cli.output_file import OutputError, open_output
+from quire.cli.output_file import OutputError, check_output, open_output
 from quire.cli.text_lines import add_file_arguments, read_lines
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
         prompt_name=args.prompt_name,
         truncate_prompt_tokens=args.truncate_prompt_tokens,
     )
-    with closing(LLM(args.model, **engine_options(args))) as llm:
+    options = engine_options(args)
+    check_output(args.output)
+    with closing(LLM(args.model, **options)) as llm:
         if args.output is not None and args.output.endswith(".npy"):
             _write_array(args, llm, params)
         else:

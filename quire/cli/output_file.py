@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 from quire.errors import QuireError
@@ -31,6 +32,16 @@ class OutputFile:
             raise
         except OSError as error:
             raise OutputError(f"{self._name} cannot be written: {error.strerror}") from None
+
+
+def check_output(path: str | None) -> None:
+    """Raise OutputError where a file could not be written after a long run; what it holds stays."""
+    if path is None or Path(path).is_fifo():  # whose reader would see its end
+        return
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from quire.cli.embed import engine_options
 from quire.cli.options import add_engine_options
-from quire.cli.output_file import open_output
+from quire.cli.output_file import check_output, open_output
 from quire.cli.parser import UsageError
 from quire.cli.text_lines import add_file_arguments, read_lines
 
@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     if args.top_n is not None and args.top_n < 1:
         raise UsageError(f"--top-n={args.top_n} must be at least 1; leave it out for all documents")
     documents = list(read_lines(args.files))
-    with closing(LLM(args.model, **engine_options(args))) as llm, open_output(args.output) as file:
+    options = engine_options(args)
+    check_output(args.output)
+    with closing(LLM(args.model, **options)) as llm, open_output(args.output) as file:
         outputs = llm.score(
             args.query,
             documents,

@@ -67,6 +67,39 @@ def test_fewer_than_one_of_the_best_is_refused(
     assert "must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["embed", "rerank"])
+@pytest.mark.parametrize("name", ["nowhere/vectors.npy", "nowhere/vectors.json", "a.npy"])
+def test_what_cannot_be_written_is_named_before_anything_is_computed(
+    command: str,
+    name: str,
+    folder: Path,
+    lines: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("quire.llm.LLM.__init__", load)
+    (tmp_path / "a.npy").mkdir()
+    output = str(tmp_path / name)
+    query = ["-q", "a"] if command == "rerank" else []
+    assert main([command, str(folder), lines, *query, "--output", output, *OPTIONS]) != 0
+    assert f"{output} cannot be written" in capsys.readouterr().err
+
+
+def test_a_file_keeps_what_it_holds_until_it_is_written(
+    folder: Path, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "vectors.npy"
+    output.write_bytes(b"before")
+    monkeypatch.setattr("quire.llm.LLM.embed", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["embed", str(folder), lines, "--output", str(output), *OPTIONS])
+    assert output.read_bytes() == b"before"
+
+
 def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["embed", str(folder), "/nowhere.txt", *OPTIONS]) == 2
     assert "/nowhere.txt cannot be read" in capsys.readouterr().err
