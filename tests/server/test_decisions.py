@@ -138,6 +138,18 @@ def test_what_cannot_be_answered_is_refused(
     assert complaint in answer.json()["error"]["message"]
 
 
+def test_images_are_refused_and_not_left_out(http: httpx.Client) -> None:
+    parts = [
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+        {"type": "input_text", "text": STATE},
+    ]
+    body = {"input": [{"role": "user", "content": parts}], "questions": ASKED}
+    response = http.post("/v1/decisions", json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert "images" in error["message"] and error["param"] == "input"
+
+
 def test_decisions_are_counted_and_limited_like_generation(http: httpx.Client) -> None:
     def counted() -> float:
         lines = http.get("/metrics").text.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,6 +20,7 @@ from servers import RunningServer, serve_model
 
 from quire import LLM, PoolingParams
 from quire.engine.front.outputs import RequestOutput
+from quire.engine.pooling.outputs import vectors_of
 from quire.server.api.pooling import scores
 from quire.server.api.pooling import vectors as vectors_module
 from quire.server.api.pooling.runs import floats_of
@@ -163,12 +165,30 @@ def test_rerank_puts_documents_in_the_order_of_their_scores(
 
 
 def test_an_embedder_scores_by_cosines(
-    embedder: RunningServer, vectors: Callable[..., Any]
+    embedder: RunningServer, vectors: Callable[..., Any], folders: dict[str, Path]
 ) -> None:
     found = [output.outputs.data for output in vectors()]
     made = post(embedder, "/score", text_1=TEXTS[0], text_2=TEXTS)
-    wanted = [float(found[0] @ each) for each in found]
-    np.testing.assert_allclose([each["score"] for each in made["data"]], wanted, atol=1e-6)
+    scored = [each["score"] for each in made["data"]]
+    np.testing.assert_allclose(scored, [float(found[0] @ each) for each in found], atol=1e-6)
+    with closing(LLM(str(folders["embedder"]), **OPTIONS)) as llm:
+        assert scored == [each.outputs.score for each in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+
+
+def test_a_score_leaves_the_prompt_out_as_the_library_does(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "prompted"
+    shutil.copytree(folders["embedder"], folder)
+    config = folder / "1_Pooling" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"include_prompt": False}))
+    prompts = {"prompts": {"query": "today: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with closing(LLM(str(folder), **OPTIONS)) as llm:
+        wanted = [each.outputs.score for each in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+    with serve_model(model=str(folder), **OPTIONS) as running:
+        made = post(running, "/score", text_1=TEXTS[0], text_2=TEXTS)
+    assert [each["score"] for each in made["data"]] == wanted
 
 
 def test_classes_have_their_names(classifier: RunningServer, folders: dict[str, Path]) -> None:
@@ -191,6 +211,7 @@ def test_classes_have_their_names(classifier: RunningServer, folders: dict[str, 
         ("/classify", {"input": "a"}, "model", "this model makes vectors"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "the list is empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_2", "text_1 has 2 texts"),
+        ("/score", {"text_1": "a", "text_2": "b", "instruction": "Judge"}, "instruction", "none"),
         ("/score", {"text_1": "a"}, "text_2", "give text_2 or data_2 or documents"),
         ("/pooling", {"input": "a", "task": "embed", "truncate_prompt_tokens": 900},
          "truncate_prompt_tokens", "beyond the 256"),
@@ -234,11 +255,14 @@ def test_many_numbers_are_dealt_with_beside_the_event_loop(
     running: RunningServer = request.getfixturevalue(name)
     threads: set[str] = set()
 
-    def noted(output: RequestOutput) -> list[float]:
-        threads.add(threading.current_thread().name)
-        return floats_of(output)
+    def noted(read: Callable[[RequestOutput], Any]) -> Callable[[RequestOutput], Any]:
+        def reads(output: RequestOutput) -> Any:
+            threads.add(threading.current_thread().name)
+            return read(output)
 
-    for module in (scores, vectors_module):
-        monkeypatch.setattr(module, "floats_of", noted)
+        return reads
+
+    monkeypatch.setattr(scores, "vectors_of", noted(vectors_of))
+    monkeypatch.setattr(vectors_module, "floats_of", noted(floats_of))
     assert len(post(running, path, **body)["data"]) == len(body.get("text_2") or body["input"])
     assert threads and "test-server" not in threads

@@ -10,8 +10,8 @@ vocabulary where the answer begins.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, product
 from secrets import token_hex
 from string import ascii_uppercase
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from quire.core.request_spec import RequestSpec
 from quire.engine.decisions.questions import Question, text_of
 from quire.engine.front.digest import Digest
 from quire.errors import InvalidParameterError, RequestError
+from quire.media.parts import is_image
 from quire.text.chat import ChatTemplate, encode_chat, without_developer
 from quire.text.template_needs import joined_text
 from quire.text.tokenizer import Tokenizer
@@ -64,6 +65,11 @@ class DecisionPrompts:
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
         if not messages:
             raise InvalidParameterError("the input is empty", param="input")
+        if any(map(is_image, _parts(messages))):
+            raise InvalidParameterError(
+                "decisions are made about text alone, and the input has images; leave them out",
+                param="input",
+            )
         head, tail = self._plain(messages) if self._template is None else self._chat(messages)
         return StatePrompt(encode_chat(self._tokenizer, head), tail)
 
@@ -176,6 +182,12 @@ def _with_question(messages: Sequence[Message], question: str) -> list[Message]:
     if isinstance(content, str):
         return [*others, {**last, "content": content + added}]
     return [*others, {**last, "content": [*(content or ()), {"type": "text", "text": added}]}]
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[object]:
+    """Return the parts of all contents that have some."""
+    contents = (message.get("content") for message in messages)
+    return chain.from_iterable(each for each in contents if isinstance(each, list | tuple))
 
 
 def _text(content: Any) -> str:

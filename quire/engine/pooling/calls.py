@@ -158,11 +158,12 @@ class PoolingCalls:
 
         A model that classifies (a cross-encoder) reads both texts at once, in its own template; of
         one that makes a vector for each token (ColBERT), the score is MaxSim of queries and
-        documents; of any other, the cosine of their vectors. `instruction` is for templates that
-        have one. A list of adapters has one for each pair.
+        documents; of any other, the cosine of their vectors. `instruction` is refused where the
+        template has none. A list of adapters has one for each pair.
         """
         first, second = _pairs(data_1, data_2)
         params, given = pooling_params or PoolingParams(), _Options(**options)
+        self._pooling.check_instruction(instruction)
         if self._pooling.spec.late is not None:
             return self._late_scores(first, second, params, given)
         if self._pooling.spec.task == "embed":

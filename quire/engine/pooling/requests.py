@@ -81,6 +81,15 @@ class PoolingRequests:
                 param="model",
             )
 
+    def check_instruction(self, instruction: str | None) -> None:
+        """Raises InvalidParameterError for one that this model's template has no place for."""
+        if instruction and not self.spec.is_difference:
+            raise InvalidParameterError(
+                "instruction: this model reads none beside the texts; leave it out, or put it into "
+                "the texts",
+                param="instruction",
+            )
+
     @cached_property
     def texts(self) -> PoolingTexts:
         """How texts are encoded. InvalidParameterError where there is no tokenizer."""

@@ -115,7 +115,7 @@ class PromptEncoder:
         for text in texts:
             self.check_chars(len(text))
         encoded: list[list[int]] = []
-        for group in _groups(texts):
+        for group in groups(texts, len):
 
             def encode(group: Sequence[str] = group) -> list[list[int]]:
                 return [
@@ -272,16 +272,16 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+def groups(items: Sequence[_T], num_chars: Callable[[_T], int]) -> Iterator[Sequence[_T]]:
     """Texts one after the other, as many together as make a moment's work."""
-    first = num_chars = 0
-    for place, text in enumerate(texts):
-        num_chars += len(text)
-        if num_chars >= _GROUP_CHARS:
-            yield texts[first : place + 1]
-            first, num_chars = place + 1, 0
-    if first < len(texts):
-        yield texts[first:]
+    first = total = 0
+    for place, each in enumerate(items):
+        total += num_chars(each)
+        if total >= _GROUP_CHARS:
+            yield items[first : place + 1]
+            first, total = place + 1, 0
+    if first < len(items):
+        yield items[first:]
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

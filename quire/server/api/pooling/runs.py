@@ -25,13 +25,12 @@ from quire.engine.pooling.requests import PoolingRequests
 from quire.errors import NotAvailableError
 from quire.server.api.generation import GenerationJob, Usage
 from quire.server.api.openai.completions import Prompt, PromptField, split_prompts
+from quire.server.api.prompt_encoder import groups
 from quire.server.http.call import Call
 from quire.server.http.errors import bad_request
 from quire.server.state import Api
 
 _T = TypeVar("_T")
-_GROUP_CHARS = 64 << 10
-"""Of texts that are encoded together: some 30 ms."""
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
@@ -159,7 +158,7 @@ class PoolingRuns:
     ) -> list[list[int]]:
         """Token ids of texts, a group after the other, so that others have their turn."""
         found: list[list[int]] = []
-        for group in _groups(items, num_chars):
+        for group in groups(items, num_chars):
             for each in group:
                 self._api.prompts.check_chars(num_chars(each))
 
@@ -181,15 +180,3 @@ def refusals() -> Iterator[None]:
         yield
     except NotAvailableError as error:
         raise bad_request(str(error), param="model", code="model_not_supported") from None
-
-
-def _groups(items: Sequence[_T], num_chars: Callable[[_T], int]) -> Iterator[Sequence[_T]]:
-    """Texts one after the other, as many together as make a moment's work."""
-    first = total = 0
-    for place, each in enumerate(items):
-        total += num_chars(each)
-        if total >= _GROUP_CHARS:
-            yield items[first : place + 1]
-            first, total = place + 1, 0
-    if first < len(items):
-        yield items[first:]
