@@ -4,8 +4,6 @@ vectors.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -16,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.pooling import PoolingParams
+from quire.engine.pooling.outputs import cosine, vectors_of
 from quire.server.api.generation import Usage
 from quire.server.api.pooling.runs import PoolingFields, PoolingRuns, floats_of, refusals, usage_of
 from quire.server.http.body import read_bytes, read_json
@@ -37,7 +36,7 @@ class PairFields(PoolingFields, kw_only=True):
     """What /score and /rerank have in common."""
 
     instruction: Annotated[str, Meta(max_length=1 << 16)] | None = None
-    """For models whose template has room for one."""
+    """For models whose template has a place for one; refused by others."""
     use_activation: bool | None = None
 
 
@@ -143,6 +142,7 @@ class TextScores:
     ) -> tuple[list[float], Usage]:
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
         params = PoolingParams(truncate_prompt_tokens=keep, use_activation=body.use_activation)
+        requests.check_instruction(body.instruction)
         if requests.spec.late is not None:
             return await self._late_scores(call, body, pairs, receive)
         if requests.spec.task == "embed":
@@ -173,7 +173,8 @@ class TextScores:
     ) -> tuple[list[float], Usage]:
         """MaxSim of queries and documents, each of which is computed once."""
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
-        digest = requests.digest(PoolingParams(), "token_embed")
+        params = PoolingParams(use_activation=body.use_activation)
+        digest = requests.digest(params, "token_embed")
         texts = [
             (role, text)
             for place, role in enumerate(("query", "document"))
@@ -209,32 +210,24 @@ class TextScores:
     ) -> tuple[list[float], Usage]:
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
         distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
-        digest = requests.digest(PoolingParams(truncate_prompt_tokens=keep), "embed")
-        before = requests.prompt_of(None)
+        params, before = PoolingParams(use_activation=body.use_activation), requests.prompt_of(None)
+        num_skipped = requests.texts.num_prompt_tokens(before) if before else 0
+        digest = requests.digest(params, "embed", num_skipped)
         encoded = await self._runs.encode(
-            distinct, lambda text: requests.texts.encode(text, keep, before), len
+            distinct, lambda text: requests.encode(text, None, keep, "embed")[0], len
         )
         outputs, usage = await self._runs.run(
             call, body, [(each, digest) for each in encoded], receive
         )
 
         def scores() -> list[float]:
-            vectors = dict(zip(distinct, map(floats_of, outputs), strict=True))
-            lengths = {text: math.sqrt(_dot(each, each)) for text, each in vectors.items()}
-            return [
-                _dot(vectors[a], vectors[b]) / (lengths[a] * lengths[b])
-                if lengths[a] * lengths[b]
-                else 0.0
-                for a, b in pairs
-            ]
+            made = (vectors_of(each)[0] for each in outputs)
+            vectors = dict(zip(distinct, made, strict=True))
+            return [cosine(vectors[a], vectors[b]) for a, b in pairs]
 
         num_numbers = len(pairs) * requests.num_outputs
         made: list[float] = await self._runs.written(num_numbers, scores)
         return made, usage
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    return math.fsum(map(operator.mul, a, b))
 
 
 def _pairs(body: ScoreRequest, check_count: Callable[[int, str], None]) -> list[tuple[str, str]]:
