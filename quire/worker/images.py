@@ -2,7 +2,7 @@
 
 Owns the memory that their rows take. What is encoded and forgotten is the control plane's decision
 (`quire.core.scheduler.images`). An image is encoded by the thread that computes the steps, whose
-cores it would take from them anyway: a stage after a step with work, all of it after one without.
+cores it would take from them anyway: a stage behind each step, so that none has to wait for more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class ImageTable:
         self._asked: deque[ImageOrder] = deque()
         self._encoding: Encoding | None = None
         self._verdicts: list[ImageVerdict] = []
-        self._has_work = False
         self.num_encoded = 0
         """Images, since the start."""
 
@@ -76,12 +75,9 @@ class ImageTable:
         for new in plan.new_rows:
             if new.sampling.images:
                 self._of_row[new.row] = new.sampling.images
-        self._has_work = bool(plan.work)
 
     def take_news(self, wait_s: float) -> tuple[Record, ...]:
         self._advance()
-        while self._encoding is not None and not self._has_work:
-            self._advance()
         found, self._verdicts = tuple(self._verdicts), []
         return found
 

@@ -98,15 +98,16 @@ class Engine:
         return errors
 
 
-def _hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps without work end after a stage, as those with work do."""
-    monkeypatch.setattr(engine.table, "take_news", lambda _: _one_stage(engine.table))
-
-
-def _one_stage(table: Any) -> Any:
-    table._advance()
-    found, table._verdicts = tuple(table._verdicts), []
-    return found
+def test_a_long_stage_by_stage_image_delays_its_own_request_alone() -> None:
+    """Those that come while it is encoded, and nothing else is computed, are served beside it."""
+    engine = Engine()
+    engine.tower.slow = {"A"}
+    engine.add("seen", "A")
+    engine.step()
+    engine.add("text")
+    for _ in range(8):
+        engine.step()
+    assert engine.errors == {"text": None}
 
 
 def test_a_control_plane_that_starts_over_finds_what_it_orders() -> None:
@@ -135,9 +136,8 @@ def test_lost_steps_cost_no_image_its_place(num_lost: int) -> None:
     assert set(engine.run().values()) == {None}
 
 
-def test_an_image_that_was_given_up_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_was_given_up_takes_no_room() -> None:
     engine = Engine(max_images=1)
-    _hold(engine, monkeypatch)
     engine.tower.slow = {"A"}
     engine.add("a", "A")
     engine.step()
@@ -171,10 +171,9 @@ def test_a_late_verdict_is_not_taken_for_the_next_one() -> None:
     assert images.take_news(((digest, None, again[2]),), MAX_ENCODE_S + 4.0)[0][0] == [sequence]
 
 
-def test_images_behind_others_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_behind_others_are_not_late() -> None:
     """Each has its time from when it is its turn, however many were ordered at once."""
     engine = Engine(max_images=8)
-    _hold(engine, monkeypatch)
     for name in "ABCDEF":
         engine.add(name, name)
     for _ in range(60):
