@@ -253,6 +253,7 @@ def test_rows_become_fp8_as_the_reference_does(kernels: Kernels, device: torch.d
     )
 
 
+@pytest.mark.usefixtures("kernels")  # which corrects the interpreter
 def test_a_librarys_sums_of_fp8_are_scaled_here(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
