@@ -22,7 +22,7 @@ class InlineExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""
-        return self.worker.execute(plan)
+        return self.worker.launch(plan)()
 
     def register_processor(self, processor: Processor) -> str:
         """Make a per-request logits processor known;

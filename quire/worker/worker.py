@@ -80,7 +80,13 @@ class Worker:
         scratch = ScratchBlock(
             self.memory.num_blocks - 1, self.rows.block_size, self.rows.num_groups
         )
-        self.graphs = StepGraphs(self._forward, self._stage, backend, settings, scratch)
+        self.graphs = StepGraphs(
+            lambda inputs: self.model.forward(*self._arguments(inputs)),
+            self._stage,
+            backend,
+            settings,
+            scratch,
+        )
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -88,7 +94,8 @@ class Worker:
         whether there may be more to do."""
         return self.graphs is not None and self.graphs.record_next()
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _arguments(self, inputs: StepInputs) -> tuple[Tensor, Tensor, StepContext]:
+        """Return what the model is called with."""
         batch = inputs.batch
         if batch.others:
             batch = replace(batch, group_of=self.memory.layout.group_of)
@@ -98,7 +105,7 @@ class Worker:
             if self.last_tokens is None
             else self.last_tokens.fill_in(inputs.token_ids)
         )
-        return self.model.forward(token_ids, inputs.batch.positions, context)
+        return token_ids, inputs.batch.positions, context
 
     def execute(self, plan: StepPlan) -> StepResult:
         """`launch`, and wait."""
@@ -106,56 +113,49 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Apply a plan's changes, begin to compute its work; see `quire.executor.interface`."""
+        """Apply a plan's changes, begin to compute its work; see `quire.executor.interface`.
+
+        Everything is computed together; if that raises, each row alone, so that only the culprit is
+        blamed. Computing a row twice is harmless: the same numbers go to the same slots.
+        """
         started = time.perf_counter()
         self.companions.begin(plan)
         self.rows.apply(plan)
         self.memory.copy_blocks(plan.copies, self.model.kernels, self._stage)
-        had_failed, self._has_failed = self._has_failed, False
-        outcome = self._launch_known(plan.work) if had_failed else self._launch_contained(plan.work)
+        work = self._known(plan.work) if self._has_failed else plan.work
+        self._has_failed = len(work) < len(plan.work)
+        try:
+            outcome = self._launch(work) if work else list
+        except Exception as error:
+            log_failure(
+                logger, f"a step of {len(work)} rows failed; computing each row alone", error
+            )
+            outcome = self._launch_apart(work)
         launched = time.perf_counter()
         news = self.companions.take_news(plan)
         aside_s = time.perf_counter() - launched  # what companions do is none of the step's cost
 
         def result() -> StepResult:
             results = tuple(outcome())
+            if len(work) < len(plan.work):
+                results = _with_lost(plan.work, work, results)
             assert len(results) == len(plan.work)
             elapsed_s = time.perf_counter() - started - aside_s
             return StepResult(plan.step_id, results, elapsed_s, news)
 
         return result
 
-    def _launch_known(self, work: Sequence[RowWork]) -> Outcome:
-        """Compute what can be: not beyond the tokens that a row has."""
+    def _known(self, work: Sequence[RowWork]) -> Sequence[RowWork]:
+        """Return what can be computed: not beyond the tokens that a row has."""
         num_tokens = self.rows.num_tokens
-        known = [
-            item.start + item.num_tokens - item.num_ahead <= num_tokens[item.row] for item in work
+        return [
+            item
+            for item in work
+            if item.start + item.num_tokens - item.num_ahead <= num_tokens[item.row]
         ]
-        outcome = self._launch_contained(
-            [item for item, is_known in zip(work, known, strict=True) if is_known]
-        )
-        self._has_failed |= not all(known)
 
-        def results() -> list[WorkResult]:
-            found = iter(outcome())
-            return [next(found) if is_known else WorkResult(error=_LOST) for is_known in known]
-
-        return results
-
-    def _launch_contained(self, work: Sequence[RowWork]) -> Outcome:
-        """Compute everything together; if that raises, each row alone, so that only the culprit is
-        blamed.
-
-        Computing a row twice is harmless: the same numbers go to the same slots.
-        """
-        if not work:
-            return list
-        try:
-            return self._launch(work)
-        except Exception as error:
-            log_failure(
-                logger, f"a step of {len(work)} rows failed; computing each row alone", error
-            )
+    def _launch_apart(self, work: Sequence[RowWork]) -> Outcome:
+        """Compute each row alone; one that raises fails."""
         outcomes = []
         for item in work:
             try:
@@ -170,7 +170,15 @@ class Worker:
 
     def _launch(self, work: Sequence[RowWork]) -> Outcome:
         """Compute, and give each row the token that it sampled, once nothing can raise any more."""
-        hidden = self._hidden(work)
+        is_whole = self.memory.layout.windows[0] is None
+        shared_unit = self.model.kernels.shared_prefix_unit if is_whole else None
+        arrays = gather(self.rows, work, shared_unit=shared_unit)
+        # from a graph where one was recorded
+        states = None if self.graphs is None else self.graphs.forward(arrays)
+        if states is None:
+            inputs = move(arrays, self.rows.block_size, self._stage)
+            states = self.model.forward(*self._arguments(inputs))
+        hidden = HiddenStates(work, states, arrays.query_start.tolist())
         outcome = (
             None if self.last_tokens is None else self._launch_unread(hidden, self.last_tokens)
         )
@@ -182,16 +190,6 @@ class Worker:
                 self.rows.append_result(item, result)
             self._has_failed |= result.error is not None
         return lambda: results
-
-    def _hidden(self, work: Sequence[RowWork]) -> HiddenStates:
-        """Return the forward pass, from a graph where one was recorded."""
-        is_whole = self.memory.layout.windows[0] is None
-        shared_unit = self.model.kernels.shared_prefix_unit if is_whole else None
-        arrays = gather(self.rows, work, shared_unit=shared_unit)
-        states = None if self.graphs is None else self.graphs.forward(arrays)
-        if states is None:
-            states = self._forward(move(arrays, self.rows.block_size, self._stage))
-        return HiddenStates(work, states, arrays.query_start.tolist())
 
     def _results(self, hidden: HiddenStates) -> list[WorkResult]:
         """Have every task done, but those of rows whose numbers are not finite."""
@@ -240,6 +238,14 @@ class Worker:
             return found
 
         return results
+
+
+def _with_lost(
+    work: Sequence[RowWork], known: Sequence[RowWork], results: Sequence[WorkResult]
+) -> tuple[WorkResult, ...]:
+    """Return the results of all work, where only what is `known` was computed."""
+    found = {item.row: result for item, result in zip(known, results, strict=True)}
+    return tuple(found.get(item.row, WorkResult(error=_LOST)) for item in work)
 
 
 def _sound_rows(is_finite: Tensor, hidden: HiddenStates) -> list[bool]:

@@ -146,7 +146,7 @@ def test_a_failed_request_is_reported_and_gives_exit_code_1(
 
     monkeypatch.setattr(
         Worker,
-        "_launch_contained",
+        "_launch",
         lambda self, work: lambda: [WorkResult(error="broken") for _ in work],
     )
     assert main(["generate", tiny, "-p", START, *GREEDY]) == 1

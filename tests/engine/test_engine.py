@@ -145,14 +145,14 @@ def _break_model(engine: Engine) -> None:
     """The forward pass raises whenever the victim is in it; told apart by its length."""
     engine.add_request("victim", PROMPT, _params())
     worker = engine.executor.worker  # type: ignore[attr-defined]
-    hidden = worker._hidden
+    launch = worker._launch
 
     def fail(work: Any) -> Any:
         if any(worker.rows.names[item.row] == "victim" for item in work):
             raise RuntimeError("secret text")
-        return hidden(work)
+        return launch(work)
 
-    worker._hidden = fail
+    worker._launch = fail
 
 
 def _break_scoring(engine: Engine) -> None:

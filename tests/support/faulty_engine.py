@@ -44,7 +44,7 @@ class Saboteur:
         inner: Any = loop.executor
         self._inner = inner
         self._worker = inner.worker
-        self._wrap(self._worker, "_hidden", self._hidden)
+        self._wrap(self._worker, "_launch", self._launch)
         self._wrap(self._worker.rows, "apply", self._apply)
         sampler = self._worker.outlets[0].sampler
         self._wrap(sampler, "sample", self._sample)
@@ -74,7 +74,7 @@ class Saboteur:
     def _fault(self, row: int) -> str:
         return NAMES.get(int(self._worker.rows.token_ids[row][0]), "")
 
-    def _hidden(self, inner: Callable[..., Any], work: Any) -> Any:
+    def _launch(self, inner: Callable[..., Any], work: Any) -> Any:
         faults = {place: self._fault(item.row) for place, item in enumerate(work)}
         if "the model raises on it" in faults.values():
             raise RuntimeError(SECRET)

@@ -29,7 +29,6 @@ from quire.kernels import cpu
 from quire.sampling import Sampler, select_sampling
 from quire.worker.last_tokens import Arrival, LastTokens, PinnedReadback, wait_until
 from quire.worker.outlets import outlets_for
-from quire.worker.outlets.interface import HiddenStates
 from quire.worker.rows import RowTable
 from quire.worker.worker import Worker
 
@@ -242,14 +241,14 @@ def test_what_raises_costs_its_row_alone(engine: Engine) -> None:
     plain = _worker(engine, is_late=False)
     expected = [plain.execute(plan).results for plan in plans]
     late = _worker(engine, is_late=True)
-    hidden = late._hidden
+    launch = late._launch
 
-    def fail(work: Sequence[RowWork]) -> HiddenStates:
+    def fail(work: Sequence[RowWork]) -> Any:
         if any((item.row, item.start) == (1, 6) for item in work):
             raise RuntimeError("a kernel refused")
-        return hidden(work)
+        return launch(work)
 
-    late._hidden = fail  # type: ignore[method-assign]
+    late._launch = fail  # type: ignore[method-assign]
     found = [each().results for each in [late.launch(plan) for plan in plans]]
     assert found[0] == expected[0]
     assert found[1][1].error == "the model failed on this sequence: RuntimeError"
