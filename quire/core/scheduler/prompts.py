@@ -8,6 +8,9 @@ With `max_num_partial_prefills` above 1 a step is divided twice. First, short pr
 is computed whole, while they take no more than half of the room if a long one is under way; then
 long ones, in order, with all that is left. So a short prompt does not wait behind a long one, and a
 long one never gets less than half.
+
+Where steps are bounded by time, a short prompt is not divided between two steps: its first token
+comes no sooner for the part that is computed before, and those computed with it wait for that part.
 """
 
 from __future__ import annotations
@@ -118,7 +121,13 @@ class PromptRoom:
         )
         if most < gap and not self._limits.enable_chunked_prefill:
             return 0
-        return self._fitting(start, most, self._left_s / num_sharing)
+        count = self._fitting(start, most, self._left_s / num_sharing)
+        return 0 if count < gap and self._is_better_whole(start, gap) else count
+
+    def _is_better_whole(self, start: int, gap: int) -> bool:
+        """Return whether a prompt should wait for the next step, which computes all of it."""
+        is_bounded = self._pace is not None and self._pace.is_bounding
+        return is_bounded and self._num_tokens_taken > 0 and self._is_short(start, gap)
 
     def _fitting(self, start: int, most: int, seconds: float) -> int:
         """Return at most `most` tokens that take up to `seconds`:
