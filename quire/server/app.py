@@ -101,7 +101,7 @@ def build_app(
     routes.append(_description_of(routes))
     page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
     router = Router([*routes, *page], redirect_slashes=False, lifespan=lifespan)
-    return Gateway(QuotaCheck(router, api.admission), config, keys, api.metrics)
+    return Gateway(router, config, keys, api.metrics, QuotaCheck(api.admission))
 
 
 def _generation_routes(

@@ -1,5 +1,4 @@
-"""The engine's process: builds the model, runs the loop, and speaks with the server through one
-channel.
+"""The engine's process: builds the model, and serves one channel with it until that ends.
 
 Ends when the server does: on the end of the connection, on anything that is not of the protocol,
 and by the kernel's word should the server die without closing it. It listens to no other process,
@@ -26,7 +25,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.assembly.builder import build_executor, look_ahead_of, pace_of, prerequisites_of
 from quire.engine.assembly.preparation import begin_loading, plan_engine
 from quire.engine.loop.step_loop import StepLoop, loop_of
-from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
+from quire.engine.process.channel import Channel, ChannelClosed, ProtocolError, wait
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
     Down,
@@ -34,7 +33,6 @@ from quire.engine.process.messages import (
     Ready,
     Start,
     StartFailed,
-    StepDeltas,
 )
 from quire.engine.process.service import Service
 from quire.errors import CapacityError, EngineError, QuireError
@@ -42,8 +40,6 @@ from quire.errors import CapacityError, EngineError, QuireError
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
-_MAX_UNSENT_BYTES = 8 << 20
-"""A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
 _START_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
@@ -57,7 +53,6 @@ class Host:
         self._channel = channel
         self._build = build
         self._service: Service | None = None
-        self._step_began_s: float | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
@@ -66,9 +61,9 @@ class Host:
         try:
             start = self._receive_start()
             heartbeat.start()
-            service = self._service = self._load(start)
+            self._service = self._load(start)
             while True:
-                self._serve(service)
+                self._service.serve_round(self._channel)
         except ChannelClosed:
             logger.debug("the server is gone")
         except ProtocolError as error:
@@ -78,7 +73,8 @@ class Host:
             self._channel.close()
 
     def _receive_start(self) -> Start:
-        self._wait(_START_TIMEOUT_S)
+        if not wait((self._channel,), (), _START_TIMEOUT_S):
+            raise ChannelClosed("the server says nothing")
         messages = self._channel.receive()
         if len(messages) != 1 or not isinstance(messages[0], Start):
             raise ProtocolError("the first message must say what to build")
@@ -115,56 +111,14 @@ class Host:
         self._channel.send(Ready(time.monotonic() - began_s))
         return service
 
-    def _serve(self, service: Service) -> None:
-        """Serve one round: what the server says, then a step, then its results."""
-        if not service.has_work:
-            while not wait((self._channel,), (), 0.0) and service.loop.idle():
-                pass
-            self._wait(None)
-        for message in self._channel.receive():
-            if isinstance(message, Start):
-                raise ProtocolError("an engine is started once")
-            answer = service.handle(message)
-            if answer is not None:
-                self._channel.send(answer)
-        while self._channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            wait((), (self._channel,), HEARTBEAT_INTERVAL_S)
-            self._channel.flush()
-        if service.has_work:
-            self._step_began_s = time.monotonic()
-            deltas = service.step()
-            self._step_began_s = None
-            if deltas is not None:
-                self._report(deltas, service)
-
-    def _report(self, deltas: StepDeltas, service: Service) -> None:
-        """Send what a step brought; a request whose share does not fit a message fails,
-        and no other."""
-        try:
-            self._channel.send(deltas)
-        except FrameTooLarge:
-            for delta in deltas.deltas:
-                try:
-                    self._channel.send(StepDeltas((delta,)))
-                except FrameTooLarge as error:
-                    reason = f"the output is too large: {error}; ask for fewer log-probabilities"
-                    self._channel.send(service.fail(delta, reason))
-
     def _beat(self) -> None:
         """Send signs of life, whatever the main thread is doing;
         it cannot while the process is frozen."""
         with contextlib.suppress(EngineError):
             while not self._is_over.wait(HEARTBEAT_INTERVAL_S):
-                began_s, service = self._step_began_s, self._service
-                age_s = None if began_s is None else time.monotonic() - began_s
+                service = self._service
                 if not self._channel.num_unsent_bytes:
-                    self._channel.send(Heartbeat() if service is None else service.heartbeat(age_s))
-
-    def _wait(self, timeout_s: float | None) -> None:
-        """Until something has come. Without a limit only for an idle engine,
-        which has nothing else to do."""
-        if not wait((self._channel,), (), timeout_s):
-            raise ChannelClosed("the server says nothing")
+                    self._channel.send(Heartbeat() if service is None else service.heartbeat())
 
 
 def build_loop(config: EngineConfig) -> StepLoop:

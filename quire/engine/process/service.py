@@ -1,18 +1,21 @@
-"""An engine as its process serves it: messages in, messages out. Knows no sockets,
-threads or signals."""
+"""An engine as its process serves it: messages in, steps, messages out. Knows no threads or
+signals; what builds it, and the signs of life beside its steps, are `host.py`'s."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.loop.counters import count
 from quire.engine.loop.step_loop import StepLoop
+from quire.engine.process.channel import Channel, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
     AddRequest,
+    Down,
     Finish,
     Forget,
     Heartbeat,
@@ -23,11 +26,17 @@ from quire.engine.process.messages import (
     Lists,
     Refused,
     ServeStats,
+    Start,
     StepDeltas,
     TokenDelta,
 )
 from quire.engine.process.shared_lists import with_lists
 from quire.errors import RequestError
+
+_MAX_UNSENT_BYTES = 8 << 20
+"""A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
+_FLUSH_S = 0.25
+"""So often such a server is tried again."""
 
 
 class Service:
@@ -40,11 +49,48 @@ class Service:
         self._numbers: dict[str, int] = {}
         self._lists: dict[int, tuple[Lists, frozenset[int]]] = {}
         """Lists, with the tokens of theirs that end a sequence."""
+        self._step_began_s: float | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self.loop.has_work
+
+    def serve_round(self, channel: Channel[Down]) -> None:
+        """Serve one round: what the server says, then a step, then its results. Waits without a
+        limit while there is nothing to do. Raises ChannelClosed, or ProtocolError."""
+        if not self.has_work:
+            while not wait((channel,), (), 0.0) and self.loop.idle():
+                pass
+            wait((channel,), (), None)
+        for message in channel.receive():
+            if isinstance(message, Start):
+                raise ProtocolError("an engine is started once")
+            reply = self.handle(message)
+            if reply is not None:
+                channel.send(reply)
+        while channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            wait((), (channel,), _FLUSH_S)
+            channel.flush()
+        if self.has_work:
+            self._step_began_s = time.monotonic()
+            deltas = self.step()
+            self._step_began_s = None
+            if deltas is not None:
+                self._report(deltas, channel)
+
+    def _report(self, deltas: StepDeltas, channel: Channel[Down]) -> None:
+        """Send what a step brought; a request whose share does not fit a message fails,
+        and no other."""
+        try:
+            channel.send(deltas)
+        except FrameTooLarge:
+            for delta in deltas.deltas:
+                try:
+                    channel.send(StepDeltas((delta,)))
+                except FrameTooLarge as error:
+                    reason = f"the output is too large: {error}; ask for fewer log-probabilities"
+                    channel.send(self._failed(delta, reason))
 
     def handle(
         self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock
@@ -70,7 +116,7 @@ class Service:
         deltas = tuple(self._deltas(self.loop.advance()))
         return StepDeltas(deltas) if deltas else None
 
-    def fail(self, delta: TokenDelta, message: str) -> StepDeltas:
+    def _failed(self, delta: TokenDelta, message: str) -> StepDeltas:
         """End a request whose outcome cannot be told; returns what can be said of it."""
         self._end(delta.number)
         return StepDeltas(
@@ -81,9 +127,11 @@ class Service:
             )
         )
 
-    def heartbeat(self, step_age_s: float | None) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         """Return a picture, taken from another thread while steps go on:
         its numbers may be of two neighbouring steps."""
+        began_s = self._step_began_s
+        step_age_s = None if began_s is None else time.monotonic() - began_s
         return Heartbeat(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
     def _add(self, message: AddRequest) -> Refused | None:

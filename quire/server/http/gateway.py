@@ -29,6 +29,7 @@ from quire.server.http.body import read_body, too_large
 from quire.server.http.call import Call, attach
 from quire.server.http.cors import Cors
 from quire.server.http.errors import ApiError, bad_request, from_exception
+from quire.server.http.quota_check import QuotaCheck
 from quire.server.ops.metrics import Metrics
 from quire.server.ops.static_page import PATHS as PAGE_PATHS
 from quire.server.quota.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
@@ -63,11 +64,19 @@ What must be there only once is looked for in `Headers`."""
 class Gateway:
     """ASGI application around the router."""
 
-    def __init__(self, app: ASGIApp, config: ApiConfig, keys: KeyRing, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ApiConfig,
+        keys: KeyRing,
+        metrics: Metrics,
+        quota: QuotaCheck | None = None,
+    ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
         self._metrics = metrics
+        self.quota = quota
         self.cors = Cors(config.allow_origin)
         self._root_path = config.root_path.encode()
 
@@ -102,6 +111,8 @@ class Gateway:
         receive: Receive = exchange.receive
         if not get_route_path(scope).startswith(_STREAMED_PATHS):
             receive = await self._bounded(exchange)
+        if self.quota is not None:
+            await self.quota.enter(scope, tenant)
         await self._app(scope, receive, exchange.send)
 
     async def _bounded(self, exchange: _Exchange) -> Receive:
@@ -236,9 +247,12 @@ class _Exchange:
 
     def _own_headers(self) -> Headers:
         elapsed_ms = int(1000 * (time.monotonic() - self.started_s))
+        quota = self._gateway.quota
+        rates = [] if quota is None else quota.headers(self.scope, self.tenant)
         for_anthropic = [(b"request-id", self.request_id.encode())] if self._is_anthropic else []
         return [
             *for_anthropic,
+            *rates,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", str(elapsed_ms).encode()),
             (b"x-content-type-options", b"nosniff"),

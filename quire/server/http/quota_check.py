@@ -9,12 +9,11 @@ start limiter. Answers to tenants with rates say what is left of them, as OpenAI
 from __future__ import annotations
 
 from starlette._utils import get_route_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
-from quire.server.http.call import call_in
-from quire.server.http.errors import ApiError
 from quire.server.http.start_limiter import StartLimiter
 from quire.server.quota.admission import AdmissionControl
+from quire.server.quota.tenants import Tenant
 
 GENERATING_PATHS = frozenset(
     {
@@ -27,39 +26,26 @@ GENERATING_PATHS = frozenset(
 
 
 class QuotaCheck:
-    """ASGI middleware around the router."""
+    """What the gateway asks before it hands a request on."""
 
-    def __init__(self, app: ASGIApp, admission: AdmissionControl) -> None:
-        self._app = app
+    def __init__(self, admission: AdmissionControl) -> None:
         self._admission = admission
         self._start_limiter = StartLimiter()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def enter(self, scope: Scope, tenant: Tenant) -> None:
         """Let a request in. Raises ApiError."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            if get_route_path(scope) in GENERATING_PATHS:
-                await self._generate(scope, receive, send)
-                return
-            await self._start_limiter.enter()
-        await self._app(scope, receive, send)
-
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = call_in(scope).tenant
-
-        async def send_with_rates(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                rates = [
-                    (name.encode(), value.encode())
-                    for name, value in self._admission.rate_headers(tenant).items()
-                ]
-                message = {**message, "headers": [*message.get("headers", ()), *rates]}
-            await send(message)
-
-        try:
+        if scope["method"] != "POST":
+            return
+        is_generating = get_route_path(scope) in GENERATING_PATHS
+        if is_generating:
             self._admission.check_room(tenant)
-            await self._start_limiter.enter()
+        await self._start_limiter.enter()
+        if is_generating:
             self._admission.check_room(tenant)  # others have come in meanwhile
-            await self._app(scope, receive, send_with_rates if tenant.has_rates else send)
-        except ApiError as error:
-            error.headers.update(self._admission.rate_headers(tenant))
-            raise
+
+    def headers(self, scope: Scope, tenant: Tenant) -> list[tuple[bytes, bytes]]:
+        """Return what an answer says of the tenant's rates; nothing where it has none."""
+        if not tenant.has_rates or get_route_path(scope) not in GENERATING_PATHS:
+            return []
+        rates = self._admission.rate_headers(tenant)
+        return [(name.encode(), value.encode()) for name, value in rates.items()]
