@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from quire.config.api import ApiConfig
-from quire.core.params import ThinkTags, generation_defaults
-from quire.core.structure import StructuredOutputsParams
+from quire.core.params import generation_defaults
 from quire.engine.front.client import Client
-from quire.engine.front.think_tags import tokens_of_tags
 from quire.server.api.adapters import AdapterGauge, ServedAdapters
-from quire.server.api.answer_format import AnswerFormat, ReasoningTags, is_json
-from quire.server.api.conversation import ChatPrompt, Conversation, EncodedChat
 from quire.server.api.generation import Generator, Tracer
-from quire.server.api.prompt_encoder import PromptEncoder, read_template
-from quire.server.api.structure import Asked, asks_for_json, settle
-from quire.server.api.tools import Demand, Function, ToolUse, settle_tools
+from quire.server.api.prompt_encoder import Parsers, PromptEncoder, read_template
 from quire.server.http.call import Call
-from quire.server.http.errors import ApiError, bad_request, unavailable_feature
+from quire.server.http.errors import ApiError, bad_request
 from quire.server.ops.metrics import Metrics
 from quire.server.quota.admission import AdmissionControl
 from quire.server.quota.cost import Bounds, room_for_logprobs
 from quire.server.quota.tenants import KeyRing
-from quire.text.reasoning import REASONING_FORMATS, is_thinking, reasoning_of_template
-from quire.text.tools import FORMATS, ToolFormat, format_of_template
 
 
 class Api:
@@ -43,15 +33,12 @@ class Api:
         info = client.model
         self.model_names = model_names(config, info.name)
         self.prompts = PromptEncoder(
-            client.tokenizer, info, read_template(config.chat_template), client.images
+            client.tokenizer,
+            info,
+            read_template(config.chat_template),
+            client.images,
+            Parsers(config.tool_parser, config.reasoning_parser),
         )
-        is_auto = config.tool_parser == "auto"
-        self.tool_format = (
-            format_of_template(self.prompts.template_source)
-            if is_auto
-            else FORMATS[config.tool_parser]
-        )
-        self.tags = self._tags(config.reasoning_parser)
         self.admission = AdmissionControl(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(
@@ -85,122 +72,6 @@ class Api:
             limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None
         ]
         return min(limits, default=None)
-
-    def _tags(self, parser: str) -> ReasoningTags | None:
-        is_auto = parser == "auto"
-        form = (
-            reasoning_of_template(self.prompts.template_source)
-            if is_auto
-            else REASONING_FORMATS.get(parser)
-        )
-        if form is None:
-            return None
-        (begin, is_first_special), (end, is_last_special) = (
-            self._token(form.begin),
-            self._token(form.end),
-        )
-        is_special = (is_first_special and is_last_special) or form.has_special_parts
-        return ReasoningTags(form, begin, end, is_special)
-
-    def answer_format(
-        self,
-        tools: ToolUse | None,
-        form: StructuredOutputsParams | None,
-        prompt: str,
-        continued: str | None = None,
-    ) -> AnswerFormat:
-        """Return how the answers to a request are read. `prompt` is the rendered chat, `continued`
-        the message that the answer goes on with, if it does. Reasoning may come before JSON; forms
-        of other kinds leave no room for them.
-        """
-        is_call = tools is not None and tools.is_enforced
-        tags = self.tags if form is None or is_call or is_json(form) else None
-        return AnswerFormat(
-            tags, tags is not None and is_thinking(tags.form, prompt, continued), tools
-        )
-
-    async def tools(
-        self, offered: tuple[Sequence[Function], Demand], asked: Sequence[Asked]
-    ) -> ToolUse | None:
-        """Settle which of the offered tools may be called, beside the requested form of text
-        answers. Raises ApiError 400."""
-        functions, demand = offered
-        has_form = asks_for_json(asked)
-        return await settle_tools(functions, demand, self.tool_notation, has_form=has_form)
-
-    async def prompt(
-        self, conversation: Conversation, encoded: EncodedChat | None = None
-    ) -> ChatPrompt:
-        """Render and encode a conversation, unless it has been, and settle the format of its
-        answers. Raises ApiError 400."""
-        text, token_ids, images = encoded or await self.prompts.encode_chat(conversation)
-        form = await settle(conversation.asked)
-        answer_format = self.answer_format(
-            conversation.tools, form, text, conversation.continued_text
-        )
-        return ChatPrompt(text, token_ids, answer_format, form, images)
-
-    async def thinking(
-        self,
-        budget: int | None,
-        answer_format: AnswerFormat | None = None,
-        param: str = "thinking_token_budget",
-    ) -> dict[str, Any]:
-        """Return the sampling parameters that a budget for reasoning needs, for an answer that is
-        read so, or not read at all.
-
-        None and -1 are no budget. Raises ApiError 400 for a model whose reasoning cannot be told
-        apart.
-        """
-        if budget is None or budget < 0:
-            return {}
-        tokenizer = self.client.tokenizer
-        if self.tags is not None and not self.tags.form.is_countable:
-            raise unavailable_feature(
-                param,
-                f"the marks of {self.tags.form.name} are several tokens, which are not counted",
-            )
-        if self.tags is None or tokenizer is None:
-            why = (
-                "what this model thinks is not told apart from its answers, so it cannot be counted"
-            )
-            raise unavailable_feature(
-                param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)"
-            )
-        # the output schema leaves no room for reasoning
-        if answer_format is not None and answer_format.tags is None:
-            return {}
-        marks = ThinkTags(
-            self.tags.form.begin,
-            self.tags.form.end,
-            None if answer_format is None else answer_format.is_inside,
-        )
-        num_tokens = self.client.model.vocab_size
-        await self.prompts.work(
-            num_tokens, lambda: tokens_of_tags(tokenizer, marks[:2], num_tokens)
-        )
-        return {"thinking_token_budget": budget, "thinking_marks": marks}
-
-    @property
-    def tool_notation(self) -> tuple[ToolFormat | None, int | None]:
-        """How the model writes calls, if that is known,
-        and the id of the marker where that is a special token."""
-        form = self.tool_format
-        marker, is_special = (
-            (None, False) if form is None or not form.begin else self._token(form.begin)
-        )
-        return form, marker if is_special else None
-
-    def _token(self, text: str) -> tuple[int | None, bool]:
-        """(id of the token that has this text, if any; whether it is a special one)."""
-        tokenizer = self.client.tokenizer
-        token_id = None if tokenizer is None else tokenizer.token_to_id(text)
-        return (
-            token_id,
-            tokenizer is not None
-            and token_id is not None
-            and token_id in tokenizer.special_token_ids,
-        )
 
     @property
     def fingerprint(self) -> str:

@@ -2,7 +2,8 @@
 
 OpenAI's chats and responses and Anthropic's messages are each read into a `Conversation`: messages
 as chat templates read them, the tools on offer, and the form that a text answer must have. What
-follows is the same for all, and `Api.prompt` does it: render, encode, settle the format of answers.
+follows is the same for all, and `PromptEncoder.chat` does it: render, encode, settle the format of
+answers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Encode prompts and decode tokens for the server: chats are rendered, the context's length is
-enforced.
+"""Encode prompts for the server: chats are rendered, the context's length is enforced, and how the
+answers are read is settled.
 
 Long texts are worked on in a thread, since the tokenizer releases the interpreter lock and the
 event loop must answer others. Owns no limits but the model's context length; never logs a text.
@@ -13,20 +13,28 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from quire.core.params import ThinkTags
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.client import ModelInfo
+from quire.engine.front.think_tags import tokens_of_tags
 from quire.errors import ConfigError
 from quire.media.parts import take_images
 from quire.media.reader import ImageReader
-from quire.server.api.conversation import Conversation, EncodedChat
+from quire.server.api.answer_format import AnswerFormat, ReasoningTags, is_json
+from quire.server.api.conversation import ChatPrompt, Conversation, EncodedChat
 from quire.server.api.images import read_images
+from quire.server.api.structure import Asked, asks_for_json, settle
+from quire.server.api.tools import Demand, Function, ToolUse, settle_tools
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.http.off_loop import SMALL, off_loop
 from quire.text.chat import ChatTemplate, encode_chat, without_developer
+from quire.text.reasoning import REASONING_FORMATS, is_thinking, reasoning_of_template
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools import FORMATS, ToolFormat, format_of_template
 
 _INLINE_CHARS = 4096
 """Shorter texts are encoded at once: below about a millisecond,
@@ -46,8 +54,18 @@ the longest tokens of published vocabularies have 128."""
 _T = TypeVar("_T")
 
 
+class Parsers(NamedTuple):
+    """How the operator says that answers are read: "auto" is as the chat template writes."""
+
+    tools: str = "auto"
+    reasoning: str = "auto"
+
+
+AUTO = Parsers()
+
+
 class PromptEncoder:
-    """The model's tokenizer and chat template."""
+    """The model's tokenizer and chat template, and how answers to its chats are read."""
 
     def __init__(
         self,
@@ -55,6 +73,7 @@ class PromptEncoder:
         model: ModelInfo,
         template_source: str | None = None,
         images: ImageReader | None = None,
+        parsers: Parsers = AUTO,
     ) -> None:
         self._images = images
         self._tokenizer = tokenizer
@@ -64,6 +83,13 @@ class PromptEncoder:
         self._why_no_template = "this server has no tokenizer"
         if tokenizer is not None:
             self._load_template(tokenizer, template_source)
+        self._tool_format = (
+            format_of_template(self.template_source)
+            if parsers.tools == "auto"
+            else FORMATS[parsers.tools]
+        )
+        self.tags = self._tags(parsers.reasoning)
+        """What sets the model's reasoning apart from its answers, where that is known."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-text")
 
     def _load_template(self, tokenizer: Tokenizer, source: str | None) -> None:
@@ -89,6 +115,120 @@ class PromptEncoder:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._images is not None:
             self._images.close()
+
+    async def chat(
+        self, conversation: Conversation, encoded: EncodedChat | None = None
+    ) -> ChatPrompt:
+        """Render and encode a conversation, unless it has been, and settle the format of its
+        answers. Raises ApiError 400."""
+        text, token_ids, images = encoded or await self.encode_chat(conversation)
+        form = await settle(conversation.asked)
+        answer_format = self._answer_format(
+            conversation.tools, form, text, conversation.continued_text
+        )
+        return ChatPrompt(text, token_ids, answer_format, form, images)
+
+    async def tools(
+        self, offered: tuple[Sequence[Function], Demand], asked: Sequence[Asked]
+    ) -> ToolUse | None:
+        """Settle which of the offered tools may be called, beside the requested form of text
+        answers. Raises ApiError 400."""
+        functions, demand = offered
+        has_form = asks_for_json(asked)
+        return await settle_tools(functions, demand, self._tool_notation, has_form=has_form)
+
+    async def thinking(
+        self,
+        budget: int | None,
+        answer_format: AnswerFormat | None = None,
+        param: str = "thinking_token_budget",
+    ) -> dict[str, Any]:
+        """Return the sampling parameters that a budget for reasoning needs, for an answer that is
+        read so, or not read at all.
+
+        None and -1 are no budget. Raises ApiError 400 for a model whose reasoning cannot be told
+        apart.
+        """
+        if budget is None or budget < 0:
+            return {}
+        tokenizer = self._tokenizer
+        if self.tags is not None and not self.tags.form.is_countable:
+            raise unavailable_feature(
+                param,
+                f"the marks of {self.tags.form.name} are several tokens, which are not counted",
+            )
+        if self.tags is None or tokenizer is None:
+            why = (
+                "what this model thinks is not told apart from its answers, so it cannot be counted"
+            )
+            raise unavailable_feature(
+                param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)"
+            )
+        # the output schema leaves no room for reasoning
+        if answer_format is not None and answer_format.tags is None:
+            return {}
+        marks = ThinkTags(
+            self.tags.form.begin,
+            self.tags.form.end,
+            None if answer_format is None else answer_format.is_inside,
+        )
+        num_tokens = self._vocab_size
+        await self.work(num_tokens, lambda: tokens_of_tags(tokenizer, marks[:2], num_tokens))
+        return {"thinking_token_budget": budget, "thinking_marks": marks}
+
+    def _answer_format(
+        self,
+        tools: ToolUse | None,
+        form: StructuredOutputsParams | None,
+        prompt: str,
+        continued: str | None = None,
+    ) -> AnswerFormat:
+        """Return how the answers to a request are read. `prompt` is the rendered chat, `continued`
+        the message that the answer goes on with, if it does. Reasoning may come before JSON; forms
+        of other kinds leave no room for them.
+        """
+        is_call = tools is not None and tools.is_enforced
+        tags = self.tags if form is None or is_call or is_json(form) else None
+        return AnswerFormat(
+            tags, tags is not None and is_thinking(tags.form, prompt, continued), tools
+        )
+
+    def _tags(self, parser: str) -> ReasoningTags | None:
+        is_auto = parser == "auto"
+        form = (
+            reasoning_of_template(self.template_source)
+            if is_auto
+            else REASONING_FORMATS.get(parser)
+        )
+        if form is None:
+            return None
+        (begin, is_first_special), (end, is_last_special) = (
+            self._token(form.begin),
+            self._token(form.end),
+        )
+        is_special = (is_first_special and is_last_special) or form.has_special_parts
+        return ReasoningTags(form, begin, end, is_special)
+
+    @property
+    def _tool_notation(self) -> tuple[ToolFormat | None, int | None]:
+        """How the model writes calls, if that is known,
+        and the id of the marker where that is a special token."""
+        form = self._tool_format
+        marker, is_special = (
+            (None, False) if form is None or not form.begin else self._token(form.begin)
+        )
+        return form, marker if is_special else None
+
+    def _token(self, text: str) -> tuple[int | None, bool]:
+        """(id of the token that has this text, if any; whether it is a special one)."""
+        tokenizer = self._tokenizer
+        token_id = None if tokenizer is None else tokenizer.token_to_id(text)
+        return (
+            token_id,
+            tokenizer is not None
+            and token_id is not None
+            and token_id in tokenizer.special_token_ids,
+        )
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True

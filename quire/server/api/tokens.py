@@ -70,7 +70,7 @@ class Tokens:
         else:
             size = call_of(request).num_body_bytes
             offered = await off_loop(size, lambda: read_tools(body.tools, None, None, CHAT))
-            tools = await self._api.tools(offered, ())
+            tools = await self._api.prompts.tools(offered, ())
             conversation = Conversation(
                 messages=await off_loop(size, lambda: for_template(body.messages or [])),
                 tools=tools,

@@ -233,7 +233,7 @@ class Messages:
         system = text_of(body.system or None, "system")
         whole = Conversation(
             messages=(),
-            tools=await api.tools(offered, asked),
+            tools=await api.prompts.tools(offered, asked),
             asked=asked,
             is_continued=bool(body.messages) and body.messages[-1].role == "assistant",
             template_kwargs=self._template_kwargs(call, body),
@@ -257,7 +257,7 @@ class Messages:
 
         edited = await apply_edits(body.messages, edits, count)
         last = first if edited.turns is body.messages else await encode(edited.turns)
-        prompt = await api.prompt(*last)
+        prompt = await api.prompts.chat(*last)
         report = (
             None if body.context_management is None else {"applied_edits": list(edited.applied)}
         )
@@ -268,7 +268,7 @@ class Messages:
         what it cannot be told is named in a header."""
         source = self._api.prompts.template_source
         kwargs: dict[str, Any] = {}
-        kind, has_tags = body.thinking_kind, self._api.tags is not None
+        kind, has_tags = body.thinking_kind, self._api.prompts.tags is not None
         if kind is not None and "enable_thinking" in source:
             kwargs["enable_thinking"] = kind != "disabled"
         elif kind == "disabled" and has_tags:
@@ -318,10 +318,10 @@ class Messages:
             raise bad_request(
                 "thinking.budget_tokens: it must be an integer, 0 or above", param="thinking"
             )
-        if self._api.tags is None:
+        if self._api.prompts.tags is None:
             call.ignore(["thinking.budget_tokens"], _NOT_APART)
             return {}
-        return await self._api.thinking(budget, answer_format, "thinking.budget_tokens")
+        return await self._api.prompts.thinking(budget, answer_format, "thinking.budget_tokens")
 
     async def _create(
         self, call: Call, prepared: _PreparedMessages, receive: Receive

@@ -141,7 +141,7 @@ class ChatCompletions:
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
         size = call.num_body_bytes
-        prompt = await api.prompt(await self._conversation(call, body))
+        prompt = await api.prompts.chat(await self._conversation(call, body))
         if prompt.images and body.truncate_prompt_tokens is not None:
             raise unavailable_feature("truncate_prompt_tokens", "a chat with images cannot be cut")
         token_ids = api.prompts.truncate(
@@ -160,7 +160,7 @@ class ChatCompletions:
         max_tokens = api.prompts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
         given |= prompt.answer_format.constraints(prompt.form, "response_format")
-        given |= await api.thinking(body.thinking_token_budget, prompt.answer_format)
+        given |= await api.prompts.thinking(body.thinking_token_budget, prompt.answer_format)
         params = await off_loop(size, lambda: sampling_params(body, api.sampling_defaults, **given))
         num_repeated = (body.n or 1) * len(echoed_text(body)) + (
             len(token_ids) if body.return_token_ids else 0
@@ -197,7 +197,7 @@ class ChatCompletions:
         asked = [*from_response_format(body.response_format), *from_guided(body)]
         return Conversation(
             messages=messages,
-            tools=await self._api.tools(offered, asked),
+            tools=await self._api.prompts.tools(offered, asked),
             asked=asked,
             add_generation_prompt=body.add_generation_prompt is not False,
             is_continued=bool(body.continue_final_message),

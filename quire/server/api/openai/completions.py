@@ -183,7 +183,7 @@ class Completions:
         given["structured_outputs"] = await settle(
             [*from_response_format(body.response_format), *from_guided(body)]
         )
-        given |= await self._api.thinking(body.thinking_token_budget)
+        given |= await self._api.prompts.thinking(body.thinking_token_budget)
         if body.max_tokens == 0:
             given |= {"min_tokens": 0, "stop": None}
         defaults = self._api.sampling_defaults

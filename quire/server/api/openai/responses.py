@@ -222,7 +222,7 @@ class Responses:
         self._api.check_model(body.model)
         _check(body)
         token_ids = self._truncated(
-            body, await self._api.prompt((await self._input(call, body)).conversation)
+            body, await self._api.prompts.chat((await self._input(call, body)).conversation)
         )
         return json_response(
             call, {"object": "response.input_tokens", "input_tokens": len(token_ids)}
@@ -263,9 +263,9 @@ class Responses:
         if body.request_id is not None:
             call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
         given_input = await self._input(call, body)
-        prompt = await api.prompt(given_input.conversation)
+        prompt = await api.prompts.chat(given_input.conversation)
         token_ids, answer_format = self._truncated(body, prompt), prompt.answer_format
-        given = answer_format.constraints(prompt.form, "text.format") | await api.thinking(
+        given = answer_format.constraints(prompt.form, "text.format") | await api.prompts.thinking(
             body.thinking_token_budget, answer_format
         )
         num_prompt = len(token_ids)
@@ -292,7 +292,7 @@ class Responses:
             lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES),
         )
         forms = _asked_form(body)
-        tools = await api.tools(offered, forms)
+        tools = await api.prompts.tools(offered, forms)
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             previous = self._store.get(
