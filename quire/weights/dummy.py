@@ -7,6 +7,7 @@ the same values whatever the layout.
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import torch
@@ -27,8 +28,7 @@ class DummyWeights(WeightSource):
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
-        generator = torch.Generator().manual_seed(mix64(seed) >> 1)
-        strip = torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)
+        strip = _drawn_strip(seed)
         self._strips = {strip.device: strip}
         """The same on each requested device,
         whose memory is filled from there rather than through the host's."""
@@ -36,13 +36,22 @@ class DummyWeights(WeightSource):
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`."""
         key = zlib.crc32(f"{tensor.name}:{tensor.first_row}".encode())
-        strip = self._strip(out.device).roll(mix64(key ^ self._seed) % _STRIP_LEN) + tensor.centre
+        strip = self._strip(out.device)
         flat = out.view(-1)
-        for start in range(0, flat.numel(), _STRIP_LEN):
-            part = flat[start : start + _STRIP_LEN]
-            part.copy_(strip[: part.numel()])
+        done, offset = 0, -mix64(key ^ self._seed) % _STRIP_LEN
+        while done < flat.numel():  # touches no more of the strip than the tensor holds
+            part = strip[offset : offset + flat.numel() - done]
+            centred = part + tensor.centre if tensor.centre else part
+            flat[done : done + part.numel()].copy_(centred)
+            done, offset = done + part.numel(), 0
 
     def _strip(self, device: torch.device) -> Tensor:
         if device not in self._strips:
             self._strips[device] = self._strips[torch.device("cpu")].to(device)
         return self._strips[device]
+
+
+@functools.lru_cache(maxsize=1)  # 4 MiB; engines made one after another mostly share a seed
+def _drawn_strip(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(mix64(seed) >> 1)
+    return torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)

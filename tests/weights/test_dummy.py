@@ -11,7 +11,7 @@ from quire.kernels.reference.kernels import ReferenceKernels
 from quire.models.declaration import TensorSpec
 from quire.models.registry import declare
 from quire.nn.builder import build_decoder
-from quire.weights.dummy import DummyWeights
+from quire.weights.dummy import _STRIP_LEN, DummyWeights
 
 TENSOR = TensorSpec("a.weight", (300, 200))
 
@@ -68,3 +68,20 @@ def test_filling_is_quick() -> None:
     start = time.process_time()
     weights.fill(out, TensorSpec("big.weight", (5000, 10_000)))
     assert time.process_time() - start < 2.0
+
+
+def test_a_long_tensor_repeats_what_a_short_one_of_its_name_begins_with() -> None:
+    long = _fill(DummyWeights(), TensorSpec("a.weight", (2 * _STRIP_LEN + 5,)))
+    assert torch.equal(long[_STRIP_LEN:], long[:-_STRIP_LEN])
+    assert torch.equal(long[:60_000], _fill(DummyWeights(), TENSOR).view(-1))
+
+
+@timed
+def test_a_small_tensor_costs_what_it_holds() -> None:
+    """Models of many experts consist of thousands of them."""
+    out = torch.empty(8, 16)
+    weights = DummyWeights()
+    start = time.process_time()
+    for index in range(2000):
+        weights.fill(out, TensorSpec(f"experts.{index}.weight", (8, 16)))
+    assert time.process_time() - start < 0.5
