@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.common.kv_formats import KV_FORMATS
+from quire.kernels import cpu
 from quire.models.registry import ARCHITECTURES
 from tests.golden import record
 from tests.golden.answers import Backend, backends, difference
@@ -42,6 +43,17 @@ def written(
 
 # of what a GPU does silently
 _INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+_QUICK_ISAS = {"portable", cpu.isa() if cpu.IMPORT_ERROR is None else None}
+"""On which the fast suite computes every case: the simplest, and what users of this machine get."""
+
+
+def _marks(case: Case, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
+    """The fast suite computes every family in float32 on every back end,
+    and all else on two."""
+    if backend.kernels == "triton":
+        return _INTERPRETED
+    is_family = case.checkpoint in CONFIGS and case.options == {"dtype": "float32"}
+    return () if is_family or backend.isa in _QUICK_ISAS else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +63,7 @@ _INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWar
             name,
             each,
             id=f"{name} on {each.name}",
-            marks=_INTERPRETED if each.kernels == "triton" else (),
+            marks=_marks(case, each),
         )
         for name, case in CASES.items()
         for each in backends(case)
