@@ -15,7 +15,6 @@ import os
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError, QuireError
@@ -25,47 +24,8 @@ MAX_BODY_BYTES = 256 << 20
 """Of a body that is collected, not handed on."""
 _MAX_CHUNK_LINE = 4096
 _NO_BODY = (204, 304)
-_MAX_SIZE_LEN = 12
-"""Of the line before a chunk that is handed on as it is."""
-_READ_BYTES = 64 << 10
-_MAX_IDLE = 1024
-"""Connections to one server that are kept open."""
 
 Sink = Callable[[bytes], None]
-
-
-class Valve(Protocol):
-    """What stops an answer for a while."""
-
-    def pause(self) -> None:
-        """Read no more until `resume`. Silence is not counted meanwhile."""
-        ...
-
-    def resume(self) -> None:
-        """Read on."""
-        ...
-
-
-class Receiver(Protocol):
-    """What takes an answer as it comes, whatever its status. All of it is called from within the
-    read: it must be quick, and what it raises ends the request."""
-
-    def head(self, answer: HttpResponse, valve: Valve) -> None:
-        """Take status and headers, once, before any piece."""
-        ...
-
-    def piece(self, data: bytes) -> None:
-        """Take a piece of the body."""
-        ...
-
-    def frame(self, data: bytes, start: int) -> None:
-        """Take a piece that came alone, as it was framed: one chunk, whose content is from `start`
-        to before the last two bytes."""
-        ...
-
-    def flush(self) -> None:
-        """Note that no more pieces have come for now."""
-        ...
 
 
 class HttpError(QuireError):
@@ -135,24 +95,14 @@ class HttpClient:
     or `close` it."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 600.0,
-        connect_timeout_s: float | None = None,
-        host_name: str | None = None,
+        self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 600.0
     ) -> None:
-        """`host_name` is what the server is called, where the URL has but its address."""
         self.address = Address.parse(url)
-        self.host_name = host_name
         self._headers = dict(headers or {})
         _check_headers(self._headers)
         self._timeout_s = timeout_s
-        """Longest silence: before the answer, and between two pieces of it."""
-        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+        """Longest silence: while connecting, before the answer, and between two pieces of it."""
         self._idle: list[_Connection] = []
-        self._view = memoryview(bytearray(_READ_BYTES))
         self._tls = ssl.create_default_context() if self.address.is_secure else None
 
     async def __aenter__(self) -> HttpClient:
@@ -174,46 +124,25 @@ class HttpClient:
         Raises HttpError. A cancelled request closes its connection, by which the server learns of
         it.
         """
-        return await self._request(request, sink, None)
-
-    async def relay(self, request: HttpRequest, receiver: Receiver, *, is_safe: bool = True) -> int:
-        """Send, and give the answer to `receiver` as it comes; its status, once it is complete.
-
-        Unless `is_safe`, the request has a new connection: on one that was kept, it could have to
-        be sent twice. Raises HttpError, and what `request` says of cancelling holds.
-        """
-        return (await self._request(request, None, receiver, is_safe=is_safe)).status
-
-    async def _request(
-        self,
-        request: HttpRequest,
-        sink: Sink | None,
-        receiver: Receiver | None,
-        *,
-        is_safe: bool = True,
-    ) -> HttpResponse:
         data = self._encode(request)
-        is_reused = is_safe and bool(self._idle)
+        is_reused = bool(self._idle)
         connection = self._idle.pop() if is_reused else await self._connect()
         try:
-            answer = await connection.exchange(data, sink, self._timeout_s, receiver)
-        except HttpError as error:
+            answer = await connection.exchange(data, sink, self._timeout_s)
+        except HttpError:
             # A server may close an idle connection at any time; nothing of this request has been
             # answered then.
-            if not is_reused or connection.has_answered or error.kind != "broken":
+            if not is_reused or connection.has_answered:
                 raise
             connection = await self._connect()
-            answer = await connection.exchange(data, sink, self._timeout_s, receiver)
+            answer = await connection.exchange(data, sink, self._timeout_s)
         if connection.is_reusable:
-            if len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
-            else:
-                connection.abort()
+            self._idle.append(connection)
         return answer
 
     def _encode(self, request: HttpRequest) -> bytes:
         fields = {
-            "host": self.host_name or self.address.netloc,
+            "host": self.address.netloc,
             "content-length": str(len(request.body)),
             **self._headers,
             **request.headers,
@@ -225,18 +154,13 @@ class HttpClient:
     async def _connect(self) -> _Connection:
         address, loop = self.address, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._view),
-                    address.host,
-                    address.port,
-                    ssl=self._tls,
-                    server_hostname=self._tls_name,
+                    _Connection, address.host, address.port, ssl=self._tls
                 )
         except TimeoutError:
             raise HttpError(
-                f"no connection to {address.netloc} within {self._connect_timeout_s:g} s",
-                kind="connect",
+                f"no connection to {address.netloc} within {self._timeout_s:g} s", kind="connect"
             ) from None
         except OSError as error:  # of several attempts, asyncio joins the texts
             number = error.errno or 0  # of the resolver's errors it is negative
@@ -245,13 +169,6 @@ class HttpClient:
                 f"cannot connect to {address.netloc}: {reason}", kind="connect"
             ) from None
         return connection
-
-    @property
-    def _tls_name(self) -> str | None:
-        """The name in the server's certificate, where it is not the URL's."""
-        if self._tls is None or self.host_name is None:
-            return None
-        return urlsplit(f"//{self.host_name}").hostname
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
@@ -264,14 +181,10 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             )
 
 
-class _Connection(asyncio.BufferedProtocol):
+class _Connection(asyncio.Protocol):
     """One connection: one request at a time."""
 
-    def __init__(self, view: memoryview) -> None:
-        """`view` is what is read into; it may be shared with others of the same loop."""
-        self._view = view
-        self._now = asyncio.get_running_loop().time
-        self._is_between_chunks = False
+    def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._take: Callable[[bytes], bytes] = self._take_head
@@ -279,8 +192,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._done: asyncio.Future[HttpResponse] | None = None
         self._answer = HttpResponse(0, {})
         self._sink: Sink | None = None
-        self._receiver: Receiver | None = None
-        self._is_paused = False
         self._pieces: list[bytes] = []
         self._num_left = 0
         self._num_collected = 0
@@ -293,13 +204,7 @@ class _Connection(asyncio.BufferedProtocol):
     # -- for the client
     # ----------------------------------------------------------------------------------------------
 
-    async def exchange(
-        self,
-        data: bytes,
-        sink: Sink | None,
-        timeout_s: float,
-        receiver: Receiver | None = None,
-    ) -> HttpResponse:
+    async def exchange(self, data: bytes, sink: Sink | None, timeout_s: float) -> HttpResponse:
         """Send one request and take in the answer. Raises HttpError."""
         loop = asyncio.get_running_loop()
         transport, self.has_answered, self.is_reusable = self._transport, False, False
@@ -311,7 +216,6 @@ class _Connection(asyncio.BufferedProtocol):
             [],
             0,
         )
-        self._receiver = receiver
         self._take, self._last_s = self._take_head, loop.time()
         transport.write(data)
         try:
@@ -321,34 +225,19 @@ class _Connection(asyncio.BufferedProtocol):
             self.abort()
             raise
         finally:
-            self._sink = self._receiver = None
+            self._sink = None
 
     async def _finish(self, done: asyncio.Future[HttpResponse], timeout_s: float) -> HttpResponse:
         """Wait with a limit on silence; the clock is looked at when the limit could have been
         reached, not at each piece."""
         loop = asyncio.get_running_loop()
         while True:
-            if self._is_paused:
-                self._last_s = loop.time()
             left_s = self._last_s + timeout_s - loop.time()
             if left_s <= 0:
                 raise HttpError(f"the server was silent for {timeout_s:g} s", kind="timeout")
             await asyncio.wait([done], timeout=left_s)
             if done.done():
                 return done.result()
-
-    def pause(self) -> None:
-        """See `Valve`."""
-        if self._transport is not None and not self._is_over and not self._is_paused:
-            self._is_paused = True
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """See `Valve`."""
-        if self._transport is not None and self._is_paused:
-            self._is_paused = False
-            self._last_s = asyncio.get_running_loop().time()
-            self._transport.resume_reading()
 
     def abort(self) -> None:
         """Close at once."""
@@ -363,45 +252,16 @@ class _Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """asyncio reads into this, and says so at once; so one is enough for a client."""
-        return self._view
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Take what was read."""
-        data = bytes(self._view[:nbytes])
-        self._last_s = self._now()
-        if self._is_between_chunks and not (self._buffer or self._is_over) and self._frame(data):
-            return
-        self._parse(data)
-
-    def _frame(self, data: bytes) -> bool:
-        """Hand a single chunk on as it is: that is what a token of a stream comes as."""
-        end = data.find(b"\r\n", 0, _MAX_SIZE_LEN)
-        if self._receiver is None or end < 1 or not data.endswith(b"\r\n"):
-            return False
-        size = len(data) - end - 4
-        # told by its one spelling: what others might read otherwise is not passed on
-        if size < 1 or data[:end] != b"%x" % size:
-            return False
-        try:
-            self._receiver.frame(data, end + 2)
-        except Exception as error:
-            self._fail(error)
-        return True
-
-    def _parse(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         """Parse as far as it goes."""
+        self._last_s = asyncio.get_running_loop().time()
         self._buffer = self._buffer + data if self._buffer else data
         try:
             while self._buffer and not self._is_over:
                 before, take = self._buffer, self._take
-                self._is_between_chunks = False
                 self._buffer = take(before)
                 if self._buffer is before and self._take == take:
                     break
-            if self._receiver is not None:
-                self._receiver.flush()
         except (
             Exception
         ) as error:  # a sink's, too: it belongs to the caller that waits for this answer
@@ -447,8 +307,6 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _begin_body(self, version: str) -> None:
         answer, headers = self._answer, self._answer.headers
-        if self._receiver is not None:
-            self._receiver.head(answer, self)
         if not 200 <= answer.status < 300:
             self._sink = None
         self._keeps = keeps = (
@@ -507,7 +365,6 @@ class _Connection(asyncio.BufferedProtocol):
         if len(data) < 2:  # the line end after a chunk
             return data
         self._take = self._take_chunk_line
-        self._is_between_chunks = True
         return data[2:]
 
     def _take_trailers(self, data: bytes) -> bytes:
@@ -519,9 +376,6 @@ class _Connection(asyncio.BufferedProtocol):
         return data if end < 0 else data[end + 2 :]
 
     def _give(self, piece: bytes) -> None:
-        if self._receiver is not None:
-            self._receiver.piece(piece)
-            return
         if self._sink is not None:
             self._sink(piece)
             return

@@ -24,6 +24,7 @@ from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.speculation.methods import forced_speculator, speculator_of
 from quire.core.step_cost import StepCostModel
+from quire.engine.assembly.drafting import load_drafts
 from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
@@ -210,7 +211,8 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    halves = (matchers, ForcedTokens(matchers, rows), adapters, images)
+    drafts = load_drafts(planned, selection.kernels, sampler, rows)
+    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts)
     companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":

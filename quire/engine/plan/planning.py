@@ -19,12 +19,12 @@ from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.core.step_cost import UnitCosts
-from quire.engine.plan import attention, memory
+from quire.engine.plan import attention, memory, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
 from quire.engine.plan.images import ImagePlan, plan_images
 from quire.engine.plan.machine import Machine
-from quire.engine.plan.speculation import speculation_decisions
+from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import (
@@ -131,6 +131,8 @@ class EnginePlan:
     """Room for adapters; None where none are served."""
     images: ImagePlan | None
     """How images are read; None where the model reads none."""
+    draft: DraftPlan | None
+    """A model that drafts beside it; None where none does."""
     decisions: tuple[Decision, ...]
 
     @property
@@ -145,9 +147,10 @@ class EnginePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Memory at most: weights, KV cache, workspace, adapters, encoded images."""
+        """Memory at most: weights, KV cache, workspace, adapters, encoded images, a draft model."""
         fixed_bytes = self.weight_bytes + self.kv_bytes + self.workspace_bytes
-        return fixed_bytes + self.adapter_bytes + self.image_bytes
+        draft_bytes = 0 if self.draft is None else self.draft.num_bytes
+        return fixed_bytes + self.adapter_bytes + self.image_bytes + draft_bytes
 
 
 def resolve(
@@ -159,14 +162,17 @@ def resolve(
     *,
     generates: bool = True,
     processing: ImageProcessing | None = None,
+    draft: DraftDeclaration | None = None,
 ) -> EnginePlan:
     """Decide. `formats` says which weights are integers, by default none; `pooling` what vectors
-    are made of, `generates` whether the model makes text, `processing` what is done to images.
+    are made of, `generates` whether the model makes text, `processing` what is done to images,
+    `draft` is the model that drafts.
 
     Raises ConfigError, or CapacityError with the numbers, for what cannot work.
     """
     resolver = _Resolver(config, spec, machine, formats or WeightFormats())
     resolver.pooling, resolver.generates, resolver.processing = pooling, generates, processing
+    resolver.draft = draft
     return resolver.plan()
 
 
@@ -183,6 +189,7 @@ class _Resolver:
         self.pooling: PoolingSpec | None = None
         self.generates = True
         self.processing: ImageProcessing | None = None
+        self.draft: DraftDeclaration | None = None
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
@@ -216,7 +223,11 @@ class _Resolver:
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         self._note_groups(layout, limits, block_bytes)
-        kept = (each for each in (adapters, images) if each is not None)
+        draft = speculation.plan_draft(config, self.draft, layout, limits, (dtype, kv_format))
+        if draft is not None:
+            self._note("draft_model", draft.spec.architecture, draft.reason)
+            block_bytes += draft.block_bytes
+        kept = (each for each in (adapters, images, draft) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
         limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
         computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
@@ -244,6 +255,7 @@ class _Resolver:
             workspace_bytes=workspace_bytes,
             adapters=adapters,
             images=images,
+            draft=draft,
             decisions=tuple(self.decisions),
         )
 
@@ -253,7 +265,7 @@ class _Resolver:
         check_options(self.config, self.spec, generates=self.generates)
         self._note_device()
         self._note_invariance()
-        for decision in speculation_decisions(self.config.speculation):
+        for decision in speculation.decisions(self.config):
             self._note(*decision)
 
     def _workspace_bytes(
