@@ -141,7 +141,7 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
                           int64_t number, int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
                           float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t bias, int64_t bias_reach,
                           const LinearWeight *down, const LinearWeight *router, const ExpertRouting *routing,
-                          bool is_interleaved, int64_t value_size) {
+                          bool is_interleaved, int64_t value_size, ExpertPool *pool) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
     const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
@@ -178,8 +178,10 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.activation = each.kind == Kind::activate ? args.unary_activation(activation) : args.activation(activation);
     if (each.kind == Kind::experts) {
         args.require(weight != nullptr && down != nullptr && router != nullptr && routing != nullptr, "no weights of experts");
-        for (const LinearWeight *held : {weight, down, router}) check_attached("Operations.add", *held);
-        each.layer = {*weight, *down, router->num_outputs, each.activation};
+        check_attached("Operations.add", *router);
+        each.layer = {*weight, *down, router->num_outputs, each.activation, pool, pool == nullptr ? 0 : number};
+        each.number = Operation::NO_ADAPTERS;
+        check_memory("Operations.add", each.layer);
         each.router = *router;
         each.routing = *routing;
     }
@@ -273,7 +275,7 @@ static void bind_program(nb::module_ &m) {
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
              "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "bias"_a, "bias_reach"_a,
-             "down"_a.none(), "router"_a.none(), "routing"_a.none(), "is_interleaved"_a, "value_size"_a);
+             "down"_a.none(), "router"_a.none(), "routing"_a.none(), "is_interleaved"_a, "value_size"_a, "pool"_a.none());
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
         .def("set_caches", &Program::set_caches, "caches"_a, "groups"_a)

@@ -206,6 +206,11 @@ class EngineConfig:
             "only reads them"
         ),
     )
+    expert_memory: int | str | None = _option(
+        None,
+        'memory of a mixture\'s experts in bytes or as "8GiB"; the others are read from a file in '
+        "weights_cache when they are chosen, with the same answers. By default all are in memory",
+    )
     kv_cache_dtype: str = _option(
         "auto",
         (
@@ -384,6 +389,11 @@ class EngineConfig:
                 "answer; leave one of them out"
             )
         self._check_adapters()
+        if self.expert_memory is not None and self.weights_cache is None:
+            raise ConfigError(
+                f"expert_memory={self.expert_memory!r} needs weights_cache, too: the folder for "
+                "the file that all experts are in"
+            )
         for name, only in (
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.adapters import LoadedAdapters
+from quire.core.scheduler.experts import CountedExperts
 from quire.core.scheduler.grammars import CompiledGrammars
 from quire.core.scheduler.images import EncodedImages
 from quire.core.scheduler.look_ahead import LookAhead
@@ -57,6 +58,8 @@ def prerequisites_of(plan: EnginePlan) -> tuple[Callable[[], Prerequisite], ...]
         found.append(partial(LoadedAdapters, adapters.max_active, adapters.max_loaded))
     if (images := plan.images) is not None:
         found.append(partial(EncodedImages, images.max_tokens))
+    if plan.experts is not None:
+        found.append(CountedExperts)
     return tuple(found)
 
 
@@ -191,7 +194,7 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
     adapters = _adapter_table(plan, selection.kernels)
-    model, pooler, images = load_model(planned, selection.kernels, adapters)
+    model, pooler, images, experts = load_model(planned, selection.kernels, adapters)
     limits = plan.limits
     num_scratch = int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
@@ -212,7 +215,7 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
     drafts = load_drafts(planned, selection.kernels, sampler, rows)
-    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts)
+    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts)
     companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":

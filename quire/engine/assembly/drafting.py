@@ -82,9 +82,10 @@ def load_drafts(
     limits = replace(plan.limits, max_model_len=min(draft.max_len, plan.limits.max_model_len))
     own_plan = replace(
         plan, config=found.config, spec=draft.spec, formats=draft.formats, limits=limits,
-        pooling=None, images=None, adapters=None, draft=None,
+        pooling=None, images=None, adapters=None, experts=None, draft=None,
     )  # fmt: skip
-    model, _, _ = load_model(PlannedModel(own_plan, found.files, found.storage), kernels, None)
+    own = PlannedModel(own_plan, found.files, found.storage)
+    decoder = load_model(own, kernels, None).decoder
     num_blocks = limits.num_blocks + limits.max_num_seqs * draft.blocks_per_row
     shape = PoolShape(num_blocks, limits.block_size, plan.kv_format)
     memory = KVMemory(draft.spec.kv_layers, shape, kernels.device)
@@ -93,10 +94,10 @@ def load_drafts(
         rows, limits.num_blocks, draft.blocks_per_row,
         partial(memory.copy_blocks, kernels=kernels, stage=stage),
     )  # fmt: skip
-    own = DraftModel(
-        model, memory.caches, tokens, sampler, stage, limits.max_model_len, max_read=MAX_READ
+    model = DraftModel(
+        decoder, memory.caches, tokens, sampler, stage, limits.max_model_len, max_read=MAX_READ
     )
-    return ModelDrafts(own, rows, places, DraftDepth())
+    return ModelDrafts(model, rows, places, DraftDepth())
 
 
 def _token_map(planned: PlannedModel, found: DraftFiles, spec: DecoderSpec) -> TokenMap:

@@ -22,6 +22,7 @@ from quire.core.step_cost import UnitCosts
 from quire.engine.plan import attention, memory, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
+from quire.engine.plan.experts import ExpertPlan, plan_experts, suggesting
 from quire.engine.plan.images import ImagePlan, plan_images
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
@@ -133,6 +134,8 @@ class EnginePlan:
     """How images are read; None where the model reads none."""
     draft: DraftPlan | None
     """A model that drafts beside it; None where none does."""
+    experts: ExpertPlan | None
+    """Which experts are in memory; None where all are, or there are none."""
     decisions: tuple[Decision, ...]
 
     @property
@@ -205,7 +208,11 @@ class _Resolver:
             self._note(
                 "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
             )
+        computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
+        experts = self._experts(dtype, num_threads)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
+        if experts is not None:
+            weight_bytes -= experts.num_bytes_spared
         adapters = self._adapters(dtype)
         images = self._images(dtype, adapters is not None)
         kv_format, is_overlapped = self._kv_format(dtype), self._is_overlapped()
@@ -229,8 +236,10 @@ class _Resolver:
             block_bytes += draft.block_bytes
         kept = (each for each in (adapters, images, draft) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
-        limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
-        computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
+        with suggesting(config, spec, self.formats, computing, dtype, fixed_bytes):
+            limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
+        missed_s = 0.0 if experts is None else experts.missed_s
+        step_costs = estimate(spec, self.formats, dtype, kv_format, computing)
         return EnginePlan(
             config=config,
             spec=spec,
@@ -242,7 +251,7 @@ class _Resolver:
             limits=limits,
             pooling=self.pooling,
             generates=self.generates,
-            step_costs=estimate(spec, self.formats, dtype, kv_format, computing),
+            step_costs=step_costs._replace(step_s=step_costs.step_s + missed_s),
             target_step_s=self._target_step_s(),
             is_overlapped=is_overlapped,
             graphs=graphs,
@@ -256,12 +265,12 @@ class _Resolver:
             adapters=adapters,
             images=images,
             draft=draft,
+            experts=experts,
             decisions=tuple(self.decisions),
         )
 
     def _begin(self) -> None:
         """Check what needs no numbers, and note what the rest depends on."""
-        self._check_context()
         check_options(self.config, self.spec, generates=self.generates)
         self._note_device()
         self._note_invariance()
@@ -376,6 +385,12 @@ class _Resolver:
             )
         self._note("adapters", format_bytes(adapters.num_bytes), adapters.reason)
         return adapters
+
+    def _experts(self, dtype: str, num_threads: int) -> ExpertPlan | None:
+        experts = plan_experts(self.config, self.spec, self.formats, dtype, num_threads)
+        if experts is not None:
+            self._note("expert_memory", format_bytes(experts.num_bytes), experts.reason)
+        return experts
 
     def _images(self, dtype: str, has_adapters: bool) -> ImagePlan | None:
         images = plan_images(self.config, self.spec, self.processing, dtype)
@@ -673,17 +688,6 @@ class _Resolver:
         )
         self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
-
-    def _check_context(self) -> None:
-        """Refuse a context that the model was not made for, unless `allow_long_context` is set."""
-        wanted, longest = self.config.max_model_len, self.spec.max_context_len
-        if wanted is not None and wanted > longest and not self.config.allow_long_context:
-            raise ConfigError(
-                f"max_model_len={wanted} is beyond the {longest} tokens that the model was "
-                "made for, where its answers may "
-                f"make no sense; lower it to {longest}, or set allow_long_context=True "
-                "(--allow-long-context)"
-            )
 
 
 def _policy(name: str) -> Policy:

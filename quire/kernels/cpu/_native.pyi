@@ -41,6 +41,7 @@ class LinearWeight:
     @property
     def num_bytes(self) -> int: ...
     def attach(self, data: int, bias: int, /) -> None: ...
+    def attach_bias(self, bias: int, /) -> None: ...
 
 def pack(weight: LinearWeight, values: int, /) -> None: ...
 def pack_quantized(weight: LinearWeight, values: int, scales: int, offsets: int, /) -> None: ...
@@ -112,8 +113,33 @@ def apply_experts(
     dtype: int,
     num_tokens: int,
     out: int,
-    /,
+    pool: ExpertPool | None,
+    number: int,
 ) -> None: ...
+
+class ExpertFileError(RuntimeError): ...
+
+class ExpertPool:
+    """See csrc/cpu/expert_pool.hpp; does not keep its memory or biases alive."""
+
+    def __init__(
+        self, path: str, descriptor: int, memory: int, slot_bytes: int, num_slots: int
+    ) -> None: ...
+    def add_layer(
+        self,
+        up: LinearWeight,
+        down: LinearWeight,
+        num_experts: int,
+        slot_bytes: int,
+        up_start: int,
+        down_start: int,
+        up_sums: list[int],
+        down_sums: list[int],
+    ) -> None: ...
+    def fill(self) -> None: ...
+    def counts(self) -> tuple[int, int, int, float]: ...
+
+def expert_checksums(data: int, num_experts: int, expert_bytes: int, /) -> list[int]: ...
 def head_linear(
     weight: LinearWeight,
     num_heads: int,
@@ -415,6 +441,7 @@ class Operations:
         routing: ExpertRouting | None,
         is_interleaved: bool,
         value_size: int,
+        pool: ExpertPool | None,
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""
