@@ -22,8 +22,7 @@ enum ScratchSlot : int {
     EXPERT_ROWS = 9,
     EXPERT_SUMS = 10,
     HEAD_ROWS = 11,
-    EXPERT_RESULTS = 12,
-    NUM_SLOTS = 13
+    NUM_SLOTS = 12
 };
 
 }  // namespace quire

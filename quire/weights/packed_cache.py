@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".packed.safetensors"
 _READ_TIMEOUT_S = 600.0
 """For a file on a slow network drive; whatever takes longer is treated as damaged."""
-BIAS = ".bias"
+_BIAS = ".bias"
 _MAX_NAMED = 4
 """Parts of a projection whose names are all in its own."""
 
@@ -66,7 +66,7 @@ class PackedCache:
         """Begin to read the file, if there is one that fits;
         `wanted` are the projections that it is for."""
         self._folder, self._name = folder, name
-        self._wanted = {key_of(parts) for parts in wanted}
+        self._wanted = {_key(parts) for parts in wanted}
         self._file = self._open()
 
     def over(self, weights: WeightSource) -> WeightSource:
@@ -79,9 +79,7 @@ class PackedCache:
             return
         from quire.kernels.cpu.linear import CpuLinear
 
-        kept = {
-            key_of(parts): linear for parts, linear in projections if key_of(parts) in self._wanted
-        }
+        kept = {_key(parts): linear for parts, linear in projections if _key(parts) in self._wanted}
         packed = {key: linear for key, linear in kept.items() if isinstance(linear, CpuLinear)}
         path = self._name.path(self._folder)
         try:
@@ -97,7 +95,7 @@ class PackedCache:
         if not path.exists():
             return None
         try:
-            check_owner(path)
+            _check_owner(path)
             return _PackedFile(path, self._name.digest, self._wanted)
         except (CheckpointError, OSError) as error:
             logger.warning("packed weights in %s are not used: %s", path, error)
@@ -123,7 +121,7 @@ class _CachedWeights:
         return self._weights.table(tensor)
 
     def packed(self, parts: Parts) -> PackedLinear | None:
-        return self._file.linear(key_of(parts)) or self._weights.packed(parts)
+        return self._file.linear(_key(parts)) or self._weights.packed(parts)
 
 
 class _PackedFile:
@@ -157,7 +155,7 @@ class _PackedFile:
             return None
         from quire.kernels.cpu.linear import CpuLinear, PackedLayout
 
-        bias = self._bytes(key + BIAS)
+        bias = self._bytes(key + _BIAS)
         data = self._bytes(key)
         if data is None:
             return None
@@ -202,14 +200,13 @@ class _PackedFile:
             self._file.close()
 
 
-def version() -> str:
-    """Return what a file's bytes are read by."""
+def _version() -> str:
     from quire.kernels.cpu import _native
 
     return f"quire packed weights 1, {_native.WEIGHT_LAYOUT}"
 
 
-def key_of(parts: Parts) -> str:
+def _key(parts: Parts) -> str:
     """Return a name for a stacked projection that no other one of its model has."""
     named = parts if len(parts) <= _MAX_NAMED else parts[:1]  # experts are hundreds
     rest = f"+{len(parts) - 1}" if len(named) < len(parts) else ""
@@ -221,7 +218,7 @@ def key_of(parts: Parts) -> str:
     )
 
 
-def check_owner(path: Path) -> None:
+def _check_owner(path: Path) -> None:
     """CheckpointError where another user could have written the file."""
     for each in (path, path.parent):
         status = each.stat()
@@ -232,7 +229,7 @@ def check_owner(path: Path) -> None:
 def _description(metadata: Mapping[str, str], digest: str) -> tuple[dict[str, list[Any]], int]:
     """Return the layout of each projection, and the checksum;
     CheckpointError unless all is of this version and digest."""
-    if metadata.get("version") != version() or metadata.get("digest") != digest:
+    if metadata.get("version") != _version() or metadata.get("digest") != digest:
         raise CheckpointError("it was written for another model or by another version")
     try:
         layouts, checksum = json.loads(metadata["layouts"]), int(metadata["checksum"])
@@ -254,13 +251,13 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
     # after the weights, whose sizes keep one another aligned
     for key, linear in projections.items():
         if linear.bias is not None:
-            tensors[key + BIAS] = linear.bias.numpy().data.cast("B")
+            tensors[key + _BIAS] = linear.bias.numpy().data.cast("B")
     layouts = json.dumps({key: astuple(linear.layout) for key, linear in projections.items()})
     checksum = zlib.crc32(layouts.encode())
     for data in tensors.values():
         checksum = zlib.crc32(data, checksum)
     metadata = {
-        "version": version(),
+        "version": _version(),
         "digest": digest,
         "layouts": layouts,
         "checksum": str(checksum),
@@ -268,7 +265,7 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(header_of({name: each.nbytes for name, each in tensors.items()}, metadata))
+            file.write(_header(tensors, metadata))
             for data in tensors.values():
                 file.write(data)
         os.replace(name, path)
@@ -277,15 +274,16 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
         raise
 
 
-def header_of(sizes: Mapping[str, int], metadata: Mapping[str, str], length: int = 0) -> bytes:
-    """Return a safetensors header of tensors of bytes, which follow one another; of at least
-    `length` bytes."""
+def _header(tensors: Mapping[str, memoryview], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, size in sizes.items():
-        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
-        end += size
+    for name, data in tensors.items():
+        header[name] = {
+            "dtype": "U8",
+            "shape": [data.nbytes],
+            "data_offsets": [end, end + data.nbytes],
+        }
+        end += data.nbytes
     encoded = json.dumps(header).encode()
-    encoded = encoded.ljust(length - 8)
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
