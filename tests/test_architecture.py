@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"models", "weights", "kernels", "quant", "program"},
     "media": {"core", "models"},
     "lora": {"kernels", "core", "models", "weights"},
-    "parallel": {"nn", "kernels", "program"},
+    "parallel": {"nn", "kernels"},
     "grammar": {"core"},
     "sampling": {"kernels", "core", "grammar"},
     "spec": {"kernels", "core", "nn", "models", "sampling"},
@@ -66,7 +66,6 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "weights",
         "grammar",
-        "nn",
     },
     "engine": {
         "core",
@@ -85,7 +84,6 @@ ALLOWED: dict[str, set[str]] = {
         "parallel",
         "transfer",
         "grammar",
-        "program",
     },
 }
 # R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never
@@ -102,6 +100,7 @@ CORE_FOR_THE_DATA_PLANE = {
     "quire.core.pooling",
     "quire.core.adapters",
     "quire.core.images",
+    "quire.core.experts",
 }
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
@@ -171,13 +170,14 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_600, "csrc": 12_800, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_600,
-    "quire/common": 1_200, "quire/config": 1_400, "quire/core": 7_900, "quire/engine": 11_500,
-    "quire/executor": 800, "quire/grammar": 1_800, "quire/kernels": 9_200, "quire/lora": 900,
-    "quire/media": 850, "quire/models": 4_400, "quire/nn": 1_100, "quire/observe": 200, "quire/parallel": 600,
-    "quire/program": 1_100, "quire/quant": 2_050, "quire/sampling": 1_300, "quire/server": 14_100,
-    "quire/sim": 1_200, "quire/text": 4_100, "quire/utils": 100, "quire/weights": 2_300,
-    "quire/worker": 2_100,
+    "benchmarks": 6_800, "csrc": 12_800, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_700,
+    "quire/common": 1_300, "quire/config": 1_350, "quire/core": 8_000, "quire/engine": 11_600,
+    "quire/executor": 500, "quire/grammar": 1_800, "quire/kernels": 9_300, "quire/lora": 900,
+    "quire/media": 850, "quire/models": 4_400, "quire/nn": 900, "quire/observe": 200,
+    "quire/program": 700, "quire/quant": 2_050, "quire/router": 2_200, "quire/sampling": 1_300,
+    "quire/server": 14_100, "quire/sim": 1_200, "quire/spec": 700, "quire/text": 4_100,
+    "quire/utils": 100, "quire/weights": 2_600,
+    "quire/worker": 2_000,
 }  # fmt: skip
 
 

@@ -6,6 +6,9 @@
 // a layer, however many experts are chosen: one computes gate and `up` of all groups, the other goes through all groups for
 // some columns of the hidden size and, when it has them all, weighs and adds them token by token. So what the experts give is
 // never stored whole, and one token's experts are read by all threads at once.
+//
+// Where only some experts are in memory, groups are computed in rounds of as many as a pool can hold. If there is more than one
+// round, what experts give is stored whole until all have been computed, and added then, in the same order.
 #include "experts.hpp"
 
 #include <cstring>
@@ -31,11 +34,14 @@ constexpr int64_t MAX_PAIRS = 1 << 14;
 // Of what one thread keeps until its columns are added: half of these stay in the second-level cache with usual choices.
 constexpr int64_t SUMS_BYTES = 8 << 20;
 constexpr int64_t MOST_COLUMN_PANELS = 8;
+// Of what is stored whole: fewer tokens at a time, for each of which experts are read anew, where it would take more.
+constexpr int64_t RESULTS_BYTES = 128 << 20;
 
 // The tokens of one expert: pairs [first, first + count) of the sorted ones.
 struct Group {
     int64_t expert, first, count;
     InputRows rows;
+    ExpertWeights weights;  // of a round's groups
 };
 
 // Some tiles of a group.
@@ -65,7 +71,7 @@ Grouping::Grouping(const ExpertRouting &routing, const int64_t *ids, int64_t num
     int64_t first = 0;
     for (int64_t expert = 0; expert < num_experts; ++expert) {
         const int64_t count = next[expert];
-        if (count > 0) groups.push_back(Group{expert, first, count, {}});
+        if (count > 0) groups.push_back(Group{expert, first, count, {}, {}});
         next[expert] = first;
         first += count;
     }
@@ -85,16 +91,13 @@ class Mixture {
         : table_(kernels()), layer_(layer), dtype_(dtype), x_(x), weights_(weights), num_tokens_(num_tokens),
           num_chosen_(routing.num_chosen), grouping_(routing, ids, num_tokens) {}
 
-    void run(void *out) {
-        void *gated = scratch(EXPERT_ROWS, ceil_div(num_pairs() * layer_.inner() * size_of(dtype_), sizeof(float)));
-        prepare(layer_.up, x_, grouping_.tokens.data());
-        project_up(gated);
-        prepare(layer_.down, gated, nullptr);
-        project_down(out);
-    }
+    void run(void *out);
 
    private:
     int64_t num_pairs() const { return static_cast<int64_t>(grouping_.tokens.size()); }
+    std::vector<Group> take_round(std::vector<Group> &left) const;
+    void compute_round(void *out);
+    void add_results(void *out) const;
     void prepare(const LinearWeight &weight, const void *x, const int32_t *rows);
     void convert(const LinearWeight &weight, const void *x, const int32_t *rows, const Tiles &tiles) const;
     void begin_gemms(const LinearWeight &weight) const;
@@ -109,8 +112,62 @@ class Mixture {
     const void *x_;
     const float *weights_;
     const int64_t num_tokens_, num_chosen_;
-    Grouping grouping_;
+    const Grouping grouping_;
+    std::vector<Group> groups_;  // of the round
+    float *results_ = nullptr;   // [pairs][hidden], if there are several rounds
 };
+
+void Mixture::run(void *out) {
+    std::vector<Group> left = grouping_.groups;
+    if (layer_.pool == nullptr) {
+        for (Group &group : left) group.weights = {layer_.up_of(group.expert), layer_.down_of(group.expert)};
+        groups_ = std::move(left);
+        return compute_round(out);
+    }
+    std::vector<int64_t> experts;
+    for (const Group &group : left) experts.push_back(group.expert);
+    layer_.pool->note_use(layer_.number, experts);
+    do {
+        groups_ = take_round(left);
+        if (!left.empty() && results_ == nullptr) results_ = scratch(EXPERT_RESULTS, num_pairs() * layer_.hidden());
+        compute_round(out);
+    } while (!left.empty());
+    if (results_ != nullptr) add_results(out);
+}
+
+// Groups whose experts are in memory now; the others are left.
+std::vector<Group> Mixture::take_round(std::vector<Group> &left) const {
+    std::vector<int64_t> experts;
+    for (const Group &group : left) experts.push_back(group.expert);
+    std::vector<ExpertWeights> weights;
+    const std::vector<size_t> places = layer_.pool->bring(layer_.number, experts, weights);
+    std::vector<Group> round, others;
+    for (size_t i = 0; i < left.size(); ++i) {
+        if (round.size() < places.size() && places[round.size()] == i) {
+            left[i].weights = weights[round.size()];
+            round.push_back(left[i]);
+        } else {
+            others.push_back(left[i]);
+        }
+    }
+    left = std::move(others);
+    return round;
+}
+
+void Mixture::compute_round(void *out) {
+    void *gated = scratch(EXPERT_ROWS, ceil_div(num_pairs() * layer_.inner() * size_of(dtype_), sizeof(float)));
+    prepare(layer_.up, x_, grouping_.tokens.data());
+    project_up(gated);
+    prepare(layer_.down, gated, nullptr);
+    project_down(out);
+}
+
+void Mixture::add_results(void *out) const {
+    const ExpertSums from{results_, layer_.hidden(), num_chosen_, grouping_.places.data(), weights_};
+    over_rows(num_tokens_, num_chosen_ * layer_.hidden() * int64_t{sizeof(float)}, [&](int64_t first, int64_t last) {
+        table_.combine_experts(from, first, last, offset(out, first * layer_.hidden(), dtype_), dtype_, layer_.hidden());
+    });
+}
 
 // Tiles that one call multiplies.
 int64_t block_tiles(const InputRows &rows) { return BLOCK_ROWS / (rows.depth > 0 ? MATRIX_ROWS : rows.tile_rows); }
@@ -119,7 +176,7 @@ int64_t block_tiles(const InputRows &rows) { return BLOCK_ROWS / (rows.depth > 0
 void Mixture::prepare(const LinearWeight &weight, const void *x, const int32_t *rows) {
     std::vector<Tiles> work;
     int64_t num_words = 0;
-    for (Group &group : grouping_.groups) {
+    for (Group &group : groups_) {
         group.rows = form_of(table_, weight, dtype_, group.count);
         num_words += group.rows.num_tiles * group.rows.tile_rows * group.rows.row_words;
     }
@@ -128,10 +185,10 @@ void Mixture::prepare(const LinearWeight &weight, const void *x, const int32_t *
     int32_t *starts = reinterpret_cast<int32_t *>(scales + (scales == nullptr ? 0 : num_pairs()));
     // One token's experts all read the same row.
     const bool is_shared = rows != nullptr && num_tokens_ == 1 && num_pairs() == static_cast<int64_t>(grouping_.groups.size());
-    for (Group &group : grouping_.groups) {
+    for (Group &group : groups_) {
         InputRows &form = group.rows;
-        if (is_shared && &group != &grouping_.groups[0]) {
-            form = grouping_.groups[0].rows;
+        if (is_shared && &group != &groups_[0]) {
+            form = groups_[0].rows;
             continue;
         }
         if (is_in_form(form, weight, dtype_)) {
@@ -195,18 +252,17 @@ void Mixture::project_up(void *gated) const {
         const Group *group;
         Block block;
     };
-    const int team = team_size(num_pairs() * layer_.up_of(0).num_bytes());
+    const int team = team_size(num_pairs() * layer_.up.num_bytes() / layer_.num_experts);
     const int64_t panels = ceil_div(layer_.inner(), PANEL);
-    const int64_t num_groups = static_cast<int64_t>(grouping_.groups.size());
+    const int64_t num_groups = static_cast<int64_t>(groups_.size());
     const int64_t widest = max64(1, panels * num_groups / (FEW_ITEMS * team));
-    const auto projection = [&](const Group &group, const LinearWeight &weight) {
+    const auto projection = [&](const Group &group) {
         const Destination to{offset(gated, group.first * layer_.inner(), dtype_), dtype_, layer_.inner(), true, layer_.activation};
-        return Projection{table_, weight, group.rows, to};
+        return Projection{table_, group.weights.up, group.rows, to};
     };
     std::vector<Item> items;
-    for (const Group &group : grouping_.groups) {
-        const LinearWeight weight = layer_.up_of(group.expert);
-        const int64_t parts = ceil_div(panels, min64(widest, projection(group, weight).max_panels()));
+    for (const Group &group : groups_) {
+        const int64_t parts = ceil_div(panels, min64(widest, projection(group).max_panels()));
         const int64_t row_parts = ceil_div(group.rows.num_tiles, block_tiles(group.rows));
         for (int64_t i = 0; i < parts * row_parts; ++i) {
             const int64_t panel = share(panels, parts, i / row_parts), tile = share(group.rows.num_tiles, row_parts, i % row_parts);
@@ -219,15 +275,14 @@ void Mixture::project_up(void *gated) const {
     {
         begin_gemms(layer_.up);
         for (int64_t item; (item = shares.take(thread_index())) >= 0;) {
-            const LinearWeight weight = layer_.up_of(items[item].group->expert);
-            compute(projection(*items[item].group, weight), items[item].block);
+            compute(projection(*items[item].group), items[item].block);
         }
         end_gemms();
     }
 }
 
 void Mixture::project_down(void *out) const {
-    const int team = team_size(num_pairs() * layer_.down_of(0).num_bytes());
+    const int team = team_size(num_pairs() * layer_.down.num_bytes() / layer_.num_experts);
     const int64_t panels = layer_.hidden() / PANEL;
     const int64_t fitting = SUMS_BYTES / (num_pairs() * PANEL * int64_t{sizeof(float)});
     const int64_t widest = max64(1, min64(min64(MOST_COLUMN_PANELS, fitting), panels / (FEW_ITEMS * team)));
@@ -243,14 +298,14 @@ void Mixture::project_down(void *out) const {
     }
 }
 
-// All groups' results for columns that begin with a panel, and their sum.
+// All groups' results for columns that begin with a panel, and their sum, unless further rounds add to it.
 void Mixture::project_columns(int64_t first_panel, int64_t num_panels, void *out) const {
     const int64_t width = num_panels * PANEL, first = first_panel * PANEL;
-    float *sums = scratch(EXPERT_SUMS, num_pairs() * width);
-    for (const Group &group : grouping_.groups) {
-        const LinearWeight weight = layer_.down_of(group.expert);
-        const Destination to{sums + group.first * width, DType::f32, width, false, Activation::silu, false, first};
-        const Projection projection{table_, weight, group.rows, to};
+    const int64_t stride = results_ == nullptr ? width : layer_.hidden();
+    float *sums = results_ == nullptr ? scratch(EXPERT_SUMS, num_pairs() * width) : results_ + first;
+    for (const Group &group : groups_) {
+        const Destination to{sums + group.first * stride, DType::f32, stride, false, Activation::silu, false, first};
+        const Projection projection{table_, group.weights.down, group.rows, to};
         const int64_t most = block_tiles(group.rows), most_panels = projection.max_panels();
         for (int64_t tile = 0; tile < group.rows.num_tiles; tile += most) {
             for (int64_t panel = 0; panel < num_panels; panel += most_panels) {
@@ -260,6 +315,7 @@ void Mixture::project_columns(int64_t first_panel, int64_t num_panels, void *out
         }
     }
     end_gemms();
+    if (results_ != nullptr) return;
     const ExpertSums from{sums, width, num_chosen_, grouping_.places.data(), weights_};
     table_.combine_experts(from, 0, num_tokens_, offset(out, first, dtype_), dtype_, layer_.hidden());
 }
@@ -270,6 +326,22 @@ bool are_whole(const ExpertLayer &layer) {
     const int64_t count = layer.num_experts;
     return count > 0 && layer.up.num_outputs == count * 2 * layer.inner() && layer.down.num_outputs == count * layer.hidden() &&
            2 * layer.inner() % PANEL == 0 && layer.hidden() % PANEL == 0;
+}
+
+void check_memory(const char *function, const ExpertLayer &layer) {
+    const Arguments args(function);
+    if (layer.pool == nullptr) {
+        check_attached(function, layer.up);
+        return check_attached(function, layer.down);
+    }
+    args.between(0, layer.pool->num_layers() - 1, "the layer of the pool", layer.number);
+    const StoredLayer &stored = layer.pool->layer(layer.number);
+    const auto are_alike = [](const LinearWeight &a, const LinearWeight &b) {
+        return a.format == b.format && a.num_outputs == b.num_outputs && a.num_inputs == b.num_inputs &&
+               a.num_bytes() == b.num_bytes() && a.bias == b.bias;
+    };
+    args.require(stored.num_experts == layer.num_experts && are_alike(stored.up, layer.up) && are_alike(stored.down, layer.down),
+                 "the pool has other experts");
 }
 
 void choose_experts(const ExpertRouting &routing, const float *logits, int64_t num_tokens, int64_t *ids, float *weights) {
@@ -283,7 +355,9 @@ void choose_experts(const ExpertRouting &routing, const float *logits, int64_t n
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
                    const void *x, DType dtype, int64_t num_tokens, void *out) {
     const Stopwatch stopwatch(KernelClass::linear);
-    const int64_t pass = max64(1, MAX_PAIRS / routing.num_chosen);
+    const int64_t results = RESULTS_BYTES / (layer.hidden() * int64_t{sizeof(float)});
+    const int64_t pairs = layer.pool == nullptr ? MAX_PAIRS : min64(MAX_PAIRS, results);
+    const int64_t pass = max64(1, pairs / routing.num_chosen);
     for (int64_t t = 0; t < num_tokens; t += pass) {
         const int64_t pair = t * routing.num_chosen;
         Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype,
@@ -331,11 +405,11 @@ static void choose(const ExpertRouting &routing, uintptr_t logits, int64_t num_t
 }
 
 static void apply(const LinearWeight &up, const LinearWeight &down, int64_t num_experts, int activation, uintptr_t ids,
-                  uintptr_t weights, int64_t num_chosen, uintptr_t x, int dtype, int64_t num_tokens, uintptr_t out) {
+                  uintptr_t weights, int64_t num_chosen, uintptr_t x, int dtype, int64_t num_tokens, uintptr_t out,
+                  ExpertPool *pool, int64_t number) {
     const Arguments args("apply_experts");
-    check_attached("apply_experts", up);
-    check_attached("apply_experts", down);
-    const ExpertLayer layer{up, down, args.count("the number of experts", num_experts, 1), args.activation(activation)};
+    const ExpertLayer layer{up, down, args.count("the number of experts", num_experts, 1), args.activation(activation), pool, number};
+    check_memory("apply_experts", layer);
     args.require(are_whole(layer), "the weights are not those of so many experts, or one does not begin with a panel");
     const DType type = args.dtype(dtype);
     const Memory from = args.memory("x", x, type, {num_tokens, layer.hidden()});
@@ -353,7 +427,8 @@ static void bind_experts(nb::module_ &m) {
         .def("__init__", &init_routing, "num_experts"_a, "num_chosen"_a, "is_normalised"_a, "is_sigmoid"_a, "num_groups"_a,
              "num_groups_chosen"_a, "sums_best_two"_a, "factor"_a, "bias"_a);
     m.def("choose_experts", &choose, release());
-    m.def("apply_experts", &apply, release());
+    m.def("apply_experts", &apply, "up"_a, "down"_a, "num_experts"_a, "activation"_a, "ids"_a, "weights"_a, "num_chosen"_a, "x"_a,
+          "dtype"_a, "num_tokens"_a, "out"_a, "pool"_a.none(), "number"_a, release());
 }
 static const Registration registration(bind_experts);
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dispatch.hpp"
+#include "expert_pool.hpp"
 #include "weight.hpp"
 
 namespace quire {
@@ -13,6 +14,8 @@ struct ExpertLayer {
     LinearWeight down;  // [E * H, F]
     int64_t num_experts;
     Activation activation;
+    ExpertPool *pool = nullptr;  // where the weights have no memory: what has some of them in memory
+    int64_t number = 0;          // of the layer there
 
     int64_t hidden() const { return up.num_inputs; }
     int64_t inner() const { return down.num_inputs; }
@@ -23,12 +26,15 @@ struct ExpertLayer {
 // Whether the weights fit together, and each expert's outputs begin with a panel.
 bool are_whole(const ExpertLayer &layer);
 
+// std::invalid_argument, in the name of `function`, unless the experts are in memory, or a pool's.
+void check_memory(const char *function, const ExpertLayer &layer);
+
 // ids int64 [T, k] and weights float32 [T, k] from logits float32 [T, E].
 void choose_experts(const ExpertRouting &routing, const float *logits, int64_t num_tokens, int64_t *ids, float *weights);
 
 // out [T, H] = the sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t])) of expert ids[t, j], in the order of
 // j, from zero. An id that is no expert's counts nothing. A row's bits depend on nothing but the row, its choices, the
-// weights and the instruction set. `out` is no part of x.
+// weights and the instruction set. `out` is no part of x. ExpertFileError where a pool cannot read an expert.
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
                    const void *x, DType dtype, int64_t num_tokens, void *out);
 

@@ -22,7 +22,8 @@ enum ScratchSlot : int {
     EXPERT_ROWS = 9,
     EXPERT_SUMS = 10,
     HEAD_ROWS = 11,
-    NUM_SLOTS = 12
+    EXPERT_RESULTS = 12,
+    NUM_SLOTS = 13
 };
 
 }  // namespace quire

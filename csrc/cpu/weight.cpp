@@ -204,6 +204,9 @@ static void bind_weight(nb::module_ &m) {
             const void *held = args.memory("the weight", data, int64_t{sizeof(float)}, {self.num_bytes() / int64_t{sizeof(float)}}).as<const void>();
             self.bias = args.array<const float>("the bias", bias, {num_biases});
             self.data = held;
+        })
+        .def("attach_bias", [](LinearWeight &self, uintptr_t bias) {
+            self.bias = Arguments("LinearWeight.attach_bias").array<const float>("the bias", bias, {self.num_outputs});
         });
     m.attr("WEIGHT_LAYOUT") = WEIGHT_LAYOUT;
     m.attr("MAX_INT8_GROUP") = MAX_INT8_GROUP;

@@ -12,30 +12,31 @@ from typing import Any, Self
 from quire.errors import ConfigError, NotAvailableError
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
 _OTHER_METHODS = (
-    "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "ngram_gpu", "dflash",
+    "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "ngram_gpu", "dflash",
     "custom_class", "extract_hidden_states",
 )  # fmt: skip
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "model": ("ngram", "[ngram]", "suffix"),
     "draft_tensor_parallel_size": (1,),
-    "quantization": (),
-    "revision": (),
     "code_revision": (),
-    "max_model_len": (),
     "enforce_eager": (True, False),
     "disable_padded_drafter_batch": (True, False),
     "parallel_drafting": (False,),
     "rejection_sample_method": ("standard", "strict"),
-    "draft_sample_method": ("greedy",),
-    "use_heterogeneous_vocab": (False,),
+    "draft_sample_method": ("greedy", "probabilistic"),
+    "use_heterogeneous_vocab": (True, False),
 }
 """Keys of vLLM's that have nothing to choose here, and the values that ask for what is done."""
-_OF_ONE_METHOD = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
+_NO_MODELS = ("ngram", "[ngram]", "suffix")
+"""What `model` says where none is meant."""
+_OF_ONE_METHOD = {
+    "prompt_lookup_": "ngram", "suffix_decoding_": "suffix", "model": "draft_model",
+    "revision": "draft_model", "quantization": "draft_model", "max_model_len": "draft_model",
+}  # fmt: skip
 """How the keys begin that one method alone reads."""
 MAX_NUM_TOKENS = 63
-_NUM_NGRAM_TOKENS, _NUM_SUFFIX_TOKENS = 8, 24
+_NUM_NGRAM_TOKENS, _NUM_SUFFIX_TOKENS, _NUM_MODEL_TOKENS = 8, 24, 5
 _NGRAM_SIZE = 5
 _MAX_SIZE = 64
 
@@ -61,6 +62,13 @@ class SpeculationConfig:
     """So many times the match's length are drafted at most; by default what pays."""
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens of a smaller chance are not drafted."""
+    model: str | None = None
+    """Of `draft_model`: a folder, hub name or GGUF file, as the engine's own `model`."""
+    revision: str | None = None
+    quantization: str | None = None
+    """Of its weights, as the engine's own `quantization`."""
+    max_model_len: int | None = None
+    """Longer sequences are not drafted; by default those beyond the draft model's context."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -69,6 +77,10 @@ class SpeculationConfig:
         known = [item.name for item in fields(cls)]
         if "method" not in given and "prompt_lookup_max" in given:
             given["method"] = "ngram"  # as vLLM's older configurations have it
+        if given.get("model") in _NO_MODELS and given.get("method") != "draft_model":
+            del given["model"]
+        elif "model" in given:
+            given.setdefault("method", "draft_model")
         _check_method(given.get("method"))
         for name in [name for name in given if name not in known]:
             if name not in _NEUTRAL:
@@ -95,6 +107,13 @@ class SpeculationConfig:
             "suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0,
             1 << 31,
         )  # fmt: skip
+        _check_integer("max_model_len", self.max_model_len, 1, 1 << 31)
+        if self.method == "draft_model" and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"{NAME}: model={self.model!r} must name the model that drafts")
+        for name in ("revision", "quantization"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{NAME}: {name}={value!r} must be a string")
         _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 1e6)
         _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 1.0)
         least, most = self.ngram_sizes
@@ -116,6 +135,11 @@ class SpeculationConfig:
                     )
 
     @property
+    def draft_model(self) -> str | None:
+        """The model that drafts, if one does."""
+        return self.model if self.method == "draft_model" else None
+
+    @property
     def ngram_sizes(self) -> tuple[int, int]:
         """Tokens of the shortest and of the longest n-gram: either stands for both."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
@@ -126,18 +150,19 @@ class SpeculationConfig:
         """Tokens drafted at most of a request in one step."""
         if self.method == "ngram":
             return self.num_speculative_tokens or _NUM_NGRAM_TOKENS
+        if self.method == "draft_model":
+            return self.num_speculative_tokens or _NUM_MODEL_TOKENS
         depth = min(self.suffix_decoding_max_tree_depth, MAX_NUM_TOKENS)
         return min(self.num_speculative_tokens or _NUM_SUFFIX_TOKENS, depth)
 
 
 def _check_method(method: object) -> None:
-    choices = " or ".join(map(repr, METHODS))
+    choices = ", ".join(map(repr, METHODS[:-1])) + f" or {METHODS[-1]!r}"
     if method is None:
         raise ConfigError(f"{NAME}: method is missing; choose {choices}")
     if method in _OTHER_METHODS:
         raise NotAvailableError(
-            f"{NAME}: method {method!r} is not available in this version; use {choices}, which "
-            "need no model"
+            f"{NAME}: method {method!r} is not available in this version; use {choices}"
         )
     if method not in METHODS:
         raise ConfigError(f"{NAME}: unknown method {method!r}; choose {choices}")

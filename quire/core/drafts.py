@@ -28,6 +28,17 @@ class Drafted(NamedTuple):
     """How much speaks for each, given those before it: one of the following."""
 
 
+MODELLED = "modelled tokens"
+"""The same of what a draft model would sample. Of `StepPlan.orders`: each a `DraftOrder`."""
+NUM_DEGREES = 8
+"""Of a draft model's confidence, from 0 to 1 in equal parts; by each, another strength."""
+
+
+def strength_of_degree(degree: int) -> int:
+    """How much speaks for a token of a draft model, by how sure it is."""
+    return 1 << (degree - 1) if degree else 0
+
+
 LONGEST, HABIT, ONLY = 1 << 7, 1 << 8, 1 << 9
 """All other tokens that a grammar allows are beginnings of it; it was chosen last among the same
 ones; there is no other. More than any match of texts is long."""

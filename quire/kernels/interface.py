@@ -21,7 +21,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.exchange import Exchange
 from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.placed import PlacedRows
 from quire.kernels.sampling import Draws
@@ -181,8 +180,6 @@ class Weights:
     """Positions are below it."""
     biases: tuple[Tensor, ...] = ()
     """As `Kernels.bidirectional_attention` takes them, for `max_model_len` positions."""
-    exchange: Exchange | None = None
-    """With the other ranks that hold a part of these weights; None where there are none."""
 
 
 class ForwardPass(Protocol):

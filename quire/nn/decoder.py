@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import ForwardPass, Kernels, Weights
+from quire.kernels.interface import ForwardPass, Kernels, PackedLinear, Weights
 from quire.kernels.interpreter import normed
 from quire.kernels.lora import AdapterRows
 from quire.kernels.placed import PlacedRows, RowSource
 from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
-from quire.nn.head import OutputHead, PackedHead
 from quire.program.operations import Program
 
 
@@ -39,19 +38,16 @@ class DecoderModel:
     """Who uses which adapter; None where the program takes none."""
     images: RowSource | None = None
     """What stands in place of tokens, in a model that reads images."""
-    divided_head: OutputHead | None = None
-    """The head, where `weights` have a part of it alone."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.tables[0].dtype
 
     @property
-    def head(self) -> OutputHead:
+    def head(self) -> PackedLinear:
         """The output projection, of a model that has one."""
         assert self.program.head.weight is not None, "this model has no logits of tokens"
-        whole = PackedHead(self.kernels, self.weights.linears[self.program.head.weight])
-        return self.divided_head or whole
+        return self.weights.linears[self.program.head.weight]
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Run one pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H],
@@ -86,7 +82,7 @@ class DecoderModel:
 
     def head_logits(self, states: Tensor) -> Tensor:
         """The same of states behind the final norm."""
-        logits = self.head.logits(states)
+        logits = self.kernels.linear(states, self.head, out_dtype="float32")
         cap = self.program.head.soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -99,14 +95,14 @@ class DecoderModel:
         """
         if self.program.head.soft_cap is not None:
             return None
-        return self.head.argmax(self.normed(hidden))
+        return self.kernels.linear_argmax(self.normed(hidden), self.head)
 
     def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
         """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n].
         None where it takes those."""
         if self.program.head.soft_cap is not None:
             return None
-        return self.head.draws(self.normed(hidden), draws)
+        return self.kernels.linear_draws(self.normed(hidden), self.head, draws)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states behind the final norm, where there is one."""

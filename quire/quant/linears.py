@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,6 +120,22 @@ class QuantizingLinears:
                 f"{', '.join(part.weight.name for part in parts)}: {error}"
             ) from error
         return self.floats.kernels.pack_quantized(quantized, self.floats.bias(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class PagingLinears:
+    """Projections of which some leave memory as soon as they are packed. Implements
+    `LinearLoader`."""
+
+    inner: LinearLoader
+    keep: Callable[[Sequence[LinearSpec], PackedLinear], PackedLinear]
+    """Puts a weight where it is read from, and returns what stands for it."""
+
+    def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        return self.keep(parts, self.inner.load(parts))
+
+    def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
+        return self.inner.load_tied(head, table)
 
 
 class WeightUnpacker(Protocol):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".packed.safetensors"
 _READ_TIMEOUT_S = 600.0
 """For a file on a slow network drive; whatever takes longer is treated as damaged."""
-_BIAS = ".bias"
+BIAS = ".bias"
 _MAX_NAMED = 4
 """Parts of a projection whose names are all in its own."""
 
@@ -66,7 +66,7 @@ class PackedCache:
         """Begin to read the file, if there is one that fits;
         `wanted` are the projections that it is for."""
         self._folder, self._name = folder, name
-        self._wanted = {_key(parts) for parts in wanted}
+        self._wanted = {key_of(parts) for parts in wanted}
         self._file = self._open()
 
     def over(self, weights: WeightSource) -> WeightSource:
@@ -79,7 +79,9 @@ class PackedCache:
             return
         from quire.kernels.cpu.linear import CpuLinear
 
-        kept = {_key(parts): linear for parts, linear in projections if _key(parts) in self._wanted}
+        kept = {
+            key_of(parts): linear for parts, linear in projections if key_of(parts) in self._wanted
+        }
         packed = {key: linear for key, linear in kept.items() if isinstance(linear, CpuLinear)}
         path = self._name.path(self._folder)
         try:
@@ -95,7 +97,7 @@ class PackedCache:
         if not path.exists():
             return None
         try:
-            _check_owner(path)
+            check_owner(path)
             return _PackedFile(path, self._name.digest, self._wanted)
         except (CheckpointError, OSError) as error:
             logger.warning("packed weights in %s are not used: %s", path, error)
@@ -121,7 +123,7 @@ class _CachedWeights:
         return self._weights.table(tensor)
 
     def packed(self, parts: Parts) -> PackedLinear | None:
-        return self._file.linear(_key(parts)) or self._weights.packed(parts)
+        return self._file.linear(key_of(parts)) or self._weights.packed(parts)
 
 
 class _PackedFile:
@@ -155,7 +157,7 @@ class _PackedFile:
             return None
         from quire.kernels.cpu.linear import CpuLinear, PackedLayout
 
-        bias = self._bytes(key + _BIAS)
+        bias = self._bytes(key + BIAS)
         data = self._bytes(key)
         if data is None:
             return None
@@ -200,13 +202,14 @@ class _PackedFile:
             self._file.close()
 
 
-def _version() -> str:
+def version() -> str:
+    """Return what a file's bytes are read by."""
     from quire.kernels.cpu import _native
 
     return f"quire packed weights 1, {_native.WEIGHT_LAYOUT}"
 
 
-def _key(parts: Parts) -> str:
+def key_of(parts: Parts) -> str:
     """Return a name for a stacked projection that no other one of its model has."""
     named = parts if len(parts) <= _MAX_NAMED else parts[:1]  # experts are hundreds
     rest = f"+{len(parts) - 1}" if len(named) < len(parts) else ""
@@ -218,7 +221,7 @@ def _key(parts: Parts) -> str:
     )
 
 
-def _check_owner(path: Path) -> None:
+def check_owner(path: Path) -> None:
     """CheckpointError where another user could have written the file."""
     for each in (path, path.parent):
         status = each.stat()
@@ -229,7 +232,7 @@ def _check_owner(path: Path) -> None:
 def _description(metadata: Mapping[str, str], digest: str) -> tuple[dict[str, list[Any]], int]:
     """Return the layout of each projection, and the checksum;
     CheckpointError unless all is of this version and digest."""
-    if metadata.get("version") != _version() or metadata.get("digest") != digest:
+    if metadata.get("version") != version() or metadata.get("digest") != digest:
         raise CheckpointError("it was written for another model or by another version")
     try:
         layouts, checksum = json.loads(metadata["layouts"]), int(metadata["checksum"])
@@ -251,13 +254,13 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
     # after the weights, whose sizes keep one another aligned
     for key, linear in projections.items():
         if linear.bias is not None:
-            tensors[key + _BIAS] = linear.bias.numpy().data.cast("B")
+            tensors[key + BIAS] = linear.bias.numpy().data.cast("B")
     layouts = json.dumps({key: astuple(linear.layout) for key, linear in projections.items()})
     checksum = zlib.crc32(layouts.encode())
     for data in tensors.values():
         checksum = zlib.crc32(data, checksum)
     metadata = {
-        "version": _version(),
+        "version": version(),
         "digest": digest,
         "layouts": layouts,
         "checksum": str(checksum),
@@ -265,7 +268,7 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(_header(tensors, metadata))
+            file.write(header_of({name: each.nbytes for name, each in tensors.items()}, metadata))
             for data in tensors.values():
                 file.write(data)
         os.replace(name, path)
@@ -274,16 +277,15 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
         raise
 
 
-def _header(tensors: Mapping[str, memoryview], metadata: Mapping[str, str]) -> bytes:
+def header_of(sizes: Mapping[str, int], metadata: Mapping[str, str], length: int = 0) -> bytes:
+    """Return a safetensors header of tensors of bytes, which follow one another; of at least
+    `length` bytes."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, data in tensors.items():
-        header[name] = {
-            "dtype": "U8",
-            "shape": [data.nbytes],
-            "data_offsets": [end, end + data.nbytes],
-        }
-        end += data.nbytes
+    for name, size in sizes.items():
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
     encoded = json.dumps(header).encode()
+    encoded = encoded.ljust(length - 8)
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded

@@ -46,6 +46,11 @@ class Companions:
         self._all = tuple(companions)
         self._names = {each.name for each in self._all}
 
+    def of(self, name: str) -> Companion:
+        """Return the companion of this name."""
+        (found,) = (each for each in self._all if each.name == name)
+        return found
+
     def begin(self, plan: StepPlan) -> None:
         """Hand a plan to every companion, before its changes are applied. Raises CompanionError
         where one of them does."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quire.common.failures import log_failure
 from quire.core.plan import NOT_FINITE, RowWork, StepPlan, StepResult, WorkResult
-from quire.errors import EngineError
+from quire.errors import QuireError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.worker.batch import StepInputs, gather, move
@@ -127,8 +127,6 @@ class Worker:
         self._has_failed = len(work) < len(plan.work)
         try:
             outcome = self._launch(work) if work else list
-        except EngineError:  # no row's failure
-            raise
         except Exception as error:
             log_failure(
                 logger, f"a step of {len(work)} rows failed; computing each row alone", error
@@ -163,13 +161,9 @@ class Worker:
         for item in work:
             try:
                 outcomes.append(self._launch([item]))
-            except EngineError:
-                raise
             except Exception as error:
                 self._has_failed = True
-                failed = WorkResult(
-                    error=f"the model failed on this sequence: {type(error).__name__}"
-                )
+                failed = WorkResult(error=f"the model failed on this sequence: {_cause(error)}")
                 outcomes.append(partial(list, (failed,)))
         return lambda: [result for outcome in outcomes for result in outcome()]
 
@@ -251,6 +245,11 @@ def _with_lost(
     """Return the results of all work, where only what is `known` was computed."""
     found = {item.row: result for item, result in zip(known, results, strict=True)}
     return tuple(found.get(item.row, WorkResult(error=_LOST)) for item in work)
+
+
+def _cause(error: Exception) -> str:
+    """Say what a client may know: all of what is meant for people, else only the kind."""
+    return str(error) if isinstance(error, QuireError) else type(error).__name__
 
 
 def _sound_rows(is_finite: Tensor, hidden: HiddenStates) -> list[bool]:

@@ -30,16 +30,23 @@ def test_vllms_keys_are_read() -> None:
     )  # fmt: skip
     assert suffix.max_tokens == 12
     assert SpeculationConfig.from_mapping({"method": "suffix"}).max_tokens == 24
+    model = SpeculationConfig.from_mapping({"model": "x", "num_speculative_tokens": 3})
+    assert (model.method, model.draft_model, model.max_tokens) == ("draft_model", "x", 3)
 
 
 @pytest.mark.parametrize(
     ("values", "error", "text"),
     [
         ({"method": "eagle"}, NotAvailableError, "method 'eagle' is not available"),
-        ({"method": "draft_model", "model": "x"}, NotAvailableError, "'draft_model' is not avail"),
-        ({"method": "guess"}, ConfigError, "unknown method 'guess'; choose 'ngram' or 'suffix'"),
-        ({"model": "x"}, ConfigError, "method is missing"),
-        ({"method": "suffix", "model": "x"}, NotAvailableError, "model='x' is not available"),
+        ({"method": "draft_model"}, ConfigError, "model=None must name the model that drafts"),
+        ({"method": "guess"}, ConfigError, "'guess'; choose 'ngram', 'suffix' or 'draft_model'"),
+        ({}, ConfigError, "method is missing"),
+        ({"method": "suffix", "model": "x"}, ConfigError, "has no effect with method 'suffix'"),
+        (
+            {"method": "draft_model", "model": "x", "parallel_drafting": True},
+            NotAvailableError,
+            "parallel_drafting=True is not available",
+        ),
         ({"method": "suffix", "depth": 3}, ConfigError, "unknown key 'depth'; known are method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, ConfigError, "must be an integer from"),
         ({"method": "ngram", "num_speculative_tokens": True}, ConfigError, "must be an integer"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,28 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def draft_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model, with a smaller vocabulary."""
+    path: Path = tmp_path_factory.mktemp("draft") / "config.json"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 200}
+    path.write_text(json.dumps({**TINY_LLAMA, **sizes}))
+    return path
+
+
+@pytest.fixture(scope="session")
 def llava_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a tiny model that reads images."""
     path: Path = tmp_path_factory.mktemp("llava") / "config.json"
     path.write_text(json.dumps(LLAVA))
     return path
+
+
+def _num_draft_rows(speculative: Mapping[str, Any] | None) -> int:
+    """Rows of as many numbers as the tiny model's that a draft model keeps of a token."""
+    if speculative is None or "model" not in speculative:
+        return 0
+    config = json.loads(Path(speculative["model"]).read_text())
+    return int(config["num_hidden_layers"] * config["num_key_value_heads"] * 2)
 
 
 @pytest.fixture
@@ -72,7 +89,8 @@ def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
         )
         row_bytes = KV_FORMATS[dtype if stored == "auto" else stored].row_bytes(16)
         num_blocks = options.pop("num_blocks", 256 // block_size * 4)
-        options.setdefault("kv_cache_memory", num_blocks * block_size * 2 * 2 * 2 * row_bytes)
+        token_bytes = (8 + _num_draft_rows(options.get("speculative_config"))) * row_bytes
+        options.setdefault("kv_cache_memory", num_blocks * block_size * token_bytes)
         options.setdefault("num_threads", 1)
         options.setdefault("max_num_seqs", 16)
         if DEVICE != "cpu":

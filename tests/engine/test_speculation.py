@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import run_all
-from guesses import AnyTokens, KnownAnswers, guess_with
+from guesses import AnyTokens, KnownAnswers, by_model, draft_all, guess_with
 from optional_packages import HAS_GRAMMARS
 from relay import Relay
 
@@ -171,9 +171,18 @@ GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
 }
 
 
-@pytest.fixture(params=GUESSERS)
-def guesser(request: pytest.FixtureRequest, plain: Answers) -> Callable[[Engine], Engine]:
-    return lambda engine: guess_with(engine, GUESSERS[request.param](plain))
+@pytest.fixture(params=[*GUESSERS, "a model"])
+def make_guessing(
+    request: pytest.FixtureRequest, make_engine: MakeEngine, draft_config: Path, plain: Answers
+) -> MakeEngine:
+    """Builds engines that guess."""
+    if request.param == "a model":
+        return lambda **options: draft_all(
+            make_engine(**ENGINE, **by_model(draft_config), **options)
+        )
+    return lambda **options: guess_with(
+        make_engine(**ENGINE, **options), GUESSERS[request.param](plain)
+    )
 
 
 def _num_guessed(engine: Engine) -> int:
@@ -189,16 +198,14 @@ def test_the_table_has_every_end(plain: Answers) -> None:
     assert all(answer[-1] is None for answer in plain.values())
 
 
-def test_guesses_change_no_bit(
-    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
-) -> None:
-    engine = guesser(make_engine(**ENGINE))
+def test_guesses_change_no_bit(make_guessing: MakeEngine, plain: Answers) -> None:
+    engine = make_guessing()
     assert _answers(engine) == plain
     assert _num_guessed(engine) > 50
 
 
 def test_guesses_change_no_bit_in_other_circumstances(
-    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+    make_guessing: MakeEngine, plain: Answers
 ) -> None:
     for options in (
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
@@ -207,15 +214,15 @@ def test_guesses_change_no_bit_in_other_circumstances(
         {"block_size": 4, "enable_prefix_caching": False},
         {"enable_chunked_prefill": False},
     ):
-        engine = guesser(make_engine(**ENGINE, **options))
+        engine = make_guessing(**options)
         assert _answers(engine) == plain, options
         assert _num_guessed(engine) > 20, options
 
 
 def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
-    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+    make_guessing: MakeEngine, plain: Answers
 ) -> None:
-    engine = guesser(make_engine(**ENGINE))
+    engine = make_guessing()
     rng = random.Random(3)
 
     def preempt() -> None:
@@ -229,10 +236,10 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
 
 
 def test_what_was_rejected_is_not_found_in_the_cache(
-    guesser: Callable[[Engine], Engine], make_engine: MakeEngine, plain: Answers
+    make_guessing: MakeEngine, plain: Answers
 ) -> None:
     """The second answers rest on blocks that the first ones left, the third on those of both."""
-    engine = guesser(make_engine(**ENGINE))
+    engine = make_guessing()
     for round in range(3):
         _submit(engine, f" {round}")
         found = {name.rsplit(" ", 1)[0]: _answer(each) for name, each in run_all(engine).items()}
@@ -241,12 +248,16 @@ def test_what_was_rejected_is_not_found_in_the_cache(
 
 
 @pytest.mark.parametrize("replace_every", [0, 3])
+@pytest.mark.parametrize("has_model", [False, True])
 def test_guesses_change_no_bit_beyond_an_engine_that_is_lost(
-    replace_every: int, make_engine: MakeEngine, tiny_config: Path, plain: Answers
-) -> None:
+    replace_every: int, *, has_model: bool, make_engine: MakeEngine, tiny_config: Path,
+    draft_config: Path, plain: Answers,
+) -> None:  # fmt: skip
     """The server's process finds stop strings, and tells a new engine how far an answer is."""
 
     def next_engine() -> Engine:
+        if has_model:
+            return draft_all(make_engine(**ENGINE, **by_model(draft_config)))
         return guess_with(make_engine(**ENGINE), GUESSERS["often right"](plain))
 
     options: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", **ENGINE}

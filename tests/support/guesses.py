@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
+from typing import Any
 
+from quire.core.drafts import MODELLED
 from quire.core.request import Sequence
 from quire.core.speculation.drafters import Draft
+from quire.core.speculation.methods import speculator_of
 from quire.core.speculation.speculator import Speculator
 from quire.engine.loop.engine import Engine
+from quire.spec.companion import ModelDrafts
+from quire.spec.depth import DraftDepth
 
 
 class AnyTokens:
@@ -57,3 +63,23 @@ def guess_with(engine: Engine, speculator: Speculator) -> Engine:
     assert not engine.has_work
     engine.scheduler.look_ahead = speculator
     return engine
+
+
+def by_model(config: Path, most: int = 4) -> dict[str, Any]:
+    """Options of an engine for which a model drafts; see `draft_all`."""
+    return {"speculative_config": {"model": str(config), "num_speculative_tokens": most}}
+
+
+def model_drafts(engine: Engine) -> ModelDrafts:
+    """The worker's half of an engine for which a model drafts."""
+    found = engine.executor.worker.companions.of(MODELLED)  # type: ignore[attr-defined]
+    assert isinstance(found, ModelDrafts)
+    return found
+
+
+def draft_all(engine: Engine) -> Engine:
+    """Have an engine's draft model draft as many tokens as it may, and all of them verified."""
+    model_drafts(engine).depth = DraftDepth(is_adaptive=False)
+    config = engine.plan.config.speculation
+    assert config is not None
+    return guess_with(engine, speculator_of(config, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config.speculation import SpeculationConfig
-from quire.core.drafts import FORCED
+from quire.core.drafts import FORCED, MODELLED
 from quire.core.speculation.drafters import Drafter
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
 from quire.core.speculation.speculator import Speculator
@@ -18,12 +18,14 @@ the step that samples there."""
 def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Speculator:
     """A new speculator, which knows nothing of any request yet."""
     least_chance = config.suffix_decoding_min_token_prob if config.method == "suffix" else 0.0
+    modelled = StandingOrders(MODELLED, config.max_tokens) if config.draft_model else None
     return Speculator(
-        _drafter_of(config),
+        _drafter_of(config) if modelled is None else modelled,
         config.max_tokens,
         costs=costs,
         least_chance=least_chance,
         forced=StandingOrders(FORCED, MAX_FORCED),
+        modelled=modelled,
     )
 
 

@@ -143,6 +143,7 @@ class Speculator:
     """Draft tokens for all rows of one scheduler. Without `costs` it takes whatever is drafted.
 
     `forced` knows tokens that grammars leave no choice of; they go before those of `drafter`.
+    `modelled` orders a model's drafts, where `drafter` has them from there.
     """
 
     def __init__(
@@ -153,9 +154,11 @@ class Speculator:
         costs: StepCostModel | None = None,
         least_chance: float = 0.0,
         forced: StandingOrders | None = None,
+        modelled: StandingOrders | None = None,
     ) -> None:
         self._drafter = drafter
-        self._forced = forced
+        self._forced, self._modelled = forced, modelled
+        self._standing = [each for each in (forced, modelled) if each is not None]
         self._max_tokens = max_tokens
         self._costs = costs
         self._least_chance = max(least_chance, _LEAST_CHANCE)
@@ -181,6 +184,7 @@ class Speculator:
             return
         if self._costs is None:
             self._extend(step, list(self._choose(step, None)))
+            self._order_modelled(step)
             return
         if step.step_id < self._account.wakes:
             self._cancel()
@@ -189,6 +193,8 @@ class Speculator:
         budget = _Budget(step, self._costs, self._overhead)
         num_rows = budget.work.num_outputs
         if not num_rows or not budget.may_pay:
+            if self._modelled is not None:
+                self._modelled.cancel()
             self.wakes = step.step_id + (1 << _MAX_NAPS)
             return
         estimate_s = 0.0
@@ -208,11 +214,13 @@ class Speculator:
             self._overhead.began(step.step_id, num_runs, budget.added_s)
             if num_runs:
                 self._runs[step.step_id] = list(step.sequences)
+        self._order_modelled(step)
 
     def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """See `LookAhead.taken_in`."""
-        if self._forced is not None and result.news:
-            self._wake(self._forced.take(result.news), plan.step_id)
+        if result.news:
+            for standing in self._standing:
+                self._wake(standing.take(result.news), plan.step_id)
         if not self._account.is_watching:
             self._account.pass_by(plan.step_id, now)
             return
@@ -237,7 +245,10 @@ class Speculator:
 
     def take_orders(self) -> dict[str, tuple[Record, ...]]:
         """See `LookAhead.take_orders`."""
-        return {} if self._forced is None else self._forced.take_orders()
+        orders: dict[str, tuple[Record, ...]] = {}
+        for standing in self._standing:
+            orders |= standing.take_orders()
+        return orders
 
     def end(self, sequence: Sequence) -> None:
         """See `LookAhead.end`."""
@@ -246,8 +257,8 @@ class Speculator:
             trail.learn(sequence.token_ids)
             if self._drafter is not None:
                 self._drafter.end(sequence)
-        if self._forced is not None:
-            self._forced.end(sequence)
+        for standing in self._standing:
+            standing.end(sequence)
 
     def _order(self, step: OpenStep) -> bool:
         """Have tokens found that grammars force; whether any row has a grammar."""
@@ -260,10 +271,23 @@ class Speculator:
                 has_forms = True
         return has_forms
 
+    def _order_modelled(self, step: OpenStep) -> None:
+        """Have a model draft for the rows that sample. A row's first order goes with a step of
+        decodes alone, whose duration tells what it costs; so prompts wait for no draft model."""
+        if self._modelled is None:
+            return
+        self._modelled.lapse(step.entering_rows)
+        if self._costs is not None and not step.has_decodes_alone:
+            return
+        for sequence, work in zip(step.sequences, step.work, strict=True):
+            if work.tasks and sequence.request.beam is None and _is_drafted(sequence):
+                self._modelled.order(sequence, is_entering=False)
+                self.needs_tokens, self.wakes = True, 0
+
     def _cancel(self) -> None:
         """Have nothing done for drafts beside the steps."""
-        if self._forced is not None:
-            self._forced.cancel()
+        for standing in self._standing:
+            standing.cancel()
 
     def _wake(self, sequences: Iterable[Sequence], step_id: int) -> None:
         """These have a draft."""

@@ -3,7 +3,7 @@ and those that have come."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from quire.core.drafts import Drafted, DraftOrder
 from quire.core.plan import Record
@@ -28,6 +28,14 @@ class StandingOrders:
             self._drafts.pop(self._rows.get(row, sequence), None)
             self._rows[row] = sequence
             self._orders[row] = DraftOrder(row, self._most)
+
+    def lapse(self, rows: Iterable[int]) -> None:
+        """These rows change hands in this step: the worker drops their orders by itself."""
+        for row in rows:
+            sequence = self._rows.pop(row, None)
+            if sequence is not None:
+                self._drafts.pop(sequence, None)
+            self._orders.pop(row, None)
 
     def cancel(self) -> None:
         """Have none made any more."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.adapters import LoadedAdapters
+from quire.core.scheduler.experts import CountedExperts
 from quire.core.scheduler.grammars import CompiledGrammars
 from quire.core.scheduler.images import EncodedImages
 from quire.core.scheduler.look_ahead import LookAhead
@@ -24,6 +25,7 @@ from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.speculation.methods import forced_speculator, speculator_of
 from quire.core.step_cost import StepCostModel
+from quire.engine.assembly.drafting import load_drafts
 from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
@@ -40,11 +42,8 @@ if TYPE_CHECKING:
     from quire.kernels.interface import Kernels
     from quire.kernels.selection import Selection
     from quire.lora.table import AdapterTable
-    from quire.nn.decoder import DecoderModel
-    from quire.parallel.group import RankGroup
     from quire.sampling.processors import ProcessorTable
     from quire.worker.companions import Companion
-    from quire.worker.memory import KVMemory
     from quire.worker.outlets.interface import Outlet
     from quire.worker.worker import Worker
 
@@ -59,6 +58,8 @@ def prerequisites_of(plan: EnginePlan) -> tuple[Callable[[], Prerequisite], ...]
         found.append(partial(LoadedAdapters, adapters.max_active, adapters.max_loaded))
     if (images := plan.images) is not None:
         found.append(partial(EncodedImages, images.max_tokens))
+    if plan.experts is not None:
+        found.append(CountedExperts)
     return tuple(found)
 
 
@@ -157,9 +158,9 @@ def select(plan: EnginePlan) -> Selection:
 
 
 @_no_collection()
-def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
-    """Return the executor of this name (see `quire.executor.registry`) for a planned model, by
-    default the one that its plan needs. Raises ConfigError for an unknown name."""
+def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
+    """Return the executor of this name (see `quire.executor.registry`) for a planned model.
+    Raises ConfigError for an unknown name."""
     limits, vocab_size = planned.plan.limits, planned.plan.spec.vocab_size
     spec = ExecutorSpec(
         limits.max_num_seqs,
@@ -168,34 +169,18 @@ def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
         vocab_size,
         partial(_build_worker, planned),
         limits.windows,
-        partial(_build_ranks, planned),
     )
-    return make_executor(name or ("inline" if planned.plan.num_ranks == 1 else "mp"), spec)
+    return make_executor(name, spec)
 
 
-def _build_ranks(planned: PlannedModel) -> tuple[Worker, ProcessorTable, RankGroup]:
-    """Start the other ranks, and build the part of rank 0 while they build theirs."""
-    from quire.engine.ranks.launch import start_group
-
-    group = start_group(planned)
-    try:
-        worker, processors = _build_worker(planned, group)
-        group.wait_ready()
-    except BaseException:
-        group.close()
-        raise
-    return worker, processors, group
-
-
-def _build_worker(
-    planned: PlannedModel, group: RankGroup | None = None
-) -> tuple[Worker, ProcessorTable]:
+def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     """Load the weights, allocate the KV memory, and put a worker around them."""
     from quire.grammar.forced import ForcedTokens
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
     from quire.worker.last_tokens import PinnedReadback
+    from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.outlets import outlets_for
     from quire.worker.outlets.pooling import PoolOutlet
     from quire.worker.rows import RowTable
@@ -209,14 +194,13 @@ def _build_worker(
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
     adapters = _adapter_table(plan, selection.kernels)
-    exchange = None if group is None else group.exchange
-    model, pooler, images = load_model(planned, selection.kernels, adapters, exchange)
+    model, pooler, images, experts = load_model(planned, selection.kernels, adapters)
     limits = plan.limits
-    memory = kv_memory(plan, model)
-    if group is not None:
-        from quire.executor.ranks import lead
-
-        model, memory = lead(model, memory, group)
+    num_scratch = int(plan.graphs is not None)
+    shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
+    memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device, plan.kv_layout)
+    if plan.is_kv_populated:
+        memory.populate(plan.num_threads)
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
     states = {
         name: each
@@ -230,7 +214,8 @@ def _build_worker(
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    halves = (matchers, ForcedTokens(matchers, rows), adapters, images)
+    drafts = load_drafts(planned, selection.kernels, sampler, rows)
+    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts)
     companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":
@@ -238,24 +223,6 @@ def _build_worker(
     if plan.graphs is not None:
         _use_graphs(worker, plan, plan.graphs)
     return worker, sampler.processors
-
-
-def kv_memory(plan: EnginePlan, model: DecoderModel) -> KVMemory:
-    """Allocate the KV memory of the heads that a model has: of one rank, its own."""
-    from quire.program.sharding import cache_heads
-    from quire.worker.memory import KVMemory, PoolShape
-
-    limits, num_scratch = plan.limits, int(plan.graphs is not None)
-    shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
-    heads = cache_heads(model.program)
-    layers = [
-        layer._replace(num_kv_heads=count)
-        for layer, count in zip(plan.spec.kv_layers, heads, strict=True)
-    ]
-    memory = KVMemory(layers, shape, model.kernels.device, plan.kv_layout)
-    if plan.is_kv_populated:
-        memory.populate(plan.num_threads)
-    return memory
 
 
 def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:

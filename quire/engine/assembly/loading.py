@@ -7,56 +7,61 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from quire.core.experts import ExpertUse
+from quire.engine.plan.experts import mixtures, weights_of
 from quire.engine.plan.planning import EnginePlan
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.models.declaration import DenseSpec
 from quire.quant.gguf_formats import GgufStorage
 
 if TYPE_CHECKING:
     from quire.engine.assembly.planned_model import PlannedModel
-    from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
     from quire.lora.table import AdapterTable
+    from quire.models.declaration import LinearSpec
     from quire.nn.decoder import DecoderModel
     from quire.nn.pooler import Pooler
     from quire.quant.linears import FloatLinears, LinearLoader
+    from quire.weights.expert_store import ExpertStore
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
     from quire.weights.source import WeightSource
+    from quire.worker.experts import ExpertReports
     from quire.worker.images import ImageTable
 
 
+class LoadedModel(NamedTuple):
+    """A decoder, and what makes vectors, reads images and tells of experts, where anything does."""
+
+    decoder: DecoderModel
+    pooler: Pooler | None
+    images: ImageTable | None
+    experts: ExpertReports | None
+
+
 def load_model(
-    planned: PlannedModel,
-    kernels: Kernels,
-    adapters: AdapterTable | None,
-    exchange: Exchange | None = None,
-) -> tuple[DecoderModel, Pooler | None, ImageTable | None]:
-    """Return the weights in memory, as planned, what makes vectors, and what reads images,
-    if anything does. With an `exchange`, the weights are one rank's share; ranks
-    above 0 have the decoder alone."""
+    planned: PlannedModel, kernels: Kernels, adapters: AdapterTable | None
+) -> LoadedModel:
+    """Return the weights in memory, as planned, and what belongs to them."""
     from quire.nn.builder import build_decoder
     from quire.nn.pooler import build_pooler
     from quire.weights.dense import DenseFolder
 
     plan = planned.plan
     cache = planned.packed_cache if kernels.name == "cpu" else None
-    with _sources(planned) as (weights, quantize):
+    with _sources(planned) as (weights, quantize), _expert_store(planned, kernels) as store:
+        packed = weights if cache is None else cache.over(weights)
         model = build_decoder(
             plan.spec,
-            weights if cache is None else cache.over(weights),
+            packed if store is None else store.over(packed),
             kernels,
             dtype=plan.dtype,
             max_model_len=plan.limits.max_model_len,
-            quantize=quantize,
+            quantize=quantize if store is None else _paging(quantize, store),
             adapters=adapters,
-            exchange=exchange,
         )
-
-        if exchange is not None and exchange.rank > 0:
-            return model, None, None
 
         def source_of(dense: DenseSpec) -> WeightSource:
             is_own = dense.folder is None or plan.config.load_format == "dummy"
@@ -66,7 +71,61 @@ def load_model(
         images = _image_table(plan, weights, kernels)
     if cache is not None:
         cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
-    return replace(model, images=images), pooler, images
+    experts = None if store is None else _reports(store)
+    return LoadedModel(replace(model, images=images), pooler, images, experts)
+
+
+def _reports(store: ExpertStore) -> ExpertReports:
+    from quire.worker.experts import ExpertReports
+
+    pool = store.pool
+    assert pool is not None
+    return ExpertReports(lambda: ExpertUse(*pool.counts))
+
+
+@contextmanager
+def _expert_store(planned: PlannedModel, kernels: Kernels) -> Iterator[ExpertStore | None]:
+    """Yield the file of the experts, if they are not to be in memory, and fill the pool over it."""
+    plan, experts = planned.plan, planned.plan.experts
+    if experts is None:
+        yield None
+        return
+    if kernels.name != "cpu":
+        raise ConfigError(
+            "expert_memory is for the native kernels of the CPU, and those are not available here "
+            "(`quire doctor` says why); leave it out"
+        )
+    from quire.engine.assembly.fingerprint import cache_name
+    from quire.weights.expert_store import ExpertStore, Mixture
+
+    found = [
+        Mixture(*weights_of(each), num_experts=len(each.experts)) for each in mixtures(plan.spec)
+    ]
+    folder, num_bytes = Path(str(plan.config.weights_cache)).expanduser(), experts.num_bytes
+    name = cache_name(plan, planned.files)
+    store = ExpertStore(folder, name, found, num_bytes=num_bytes, least=experts.least)
+    try:
+        yield store
+        assert store.pool is not None
+        store.pool.fill()
+    finally:
+        store.close()
+
+
+def _paging(
+    quantize: Callable[[FloatLinears], LinearLoader], store: ExpertStore
+) -> Callable[[FloatLinears], LinearLoader]:
+    from quire.quant.linears import PagingLinears
+
+    return lambda floats: PagingLinears(quantize(floats), store.keep)
+
+
+def _resident(plan: EnginePlan) -> list[tuple[LinearSpec, ...]]:
+    """Return the projections that are all in memory."""
+    if plan.experts is None:
+        return list(plan.spec.projections)
+    paged = {parts for each in mixtures(plan.spec) for parts in weights_of(each)}
+    return [parts for parts in plan.spec.projections if parts not in paged]
 
 
 def _image_table(plan: EnginePlan, weights: WeightSource, kernels: Kernels) -> ImageTable | None:
@@ -116,23 +175,18 @@ def packed_cache(planned: PlannedModel) -> PackedCache | None:
     """Begin to read what an earlier start packed. Plain floats are packed while torch is imported:
     no use for them."""
     plan = planned.plan
-    are_floats = [
-        planned.storage is None and plan.formats.of(parts) is None
-        for parts in plan.spec.projections
-    ]
+    resident = _resident(plan)
+    are_floats = [planned.storage is None and plan.formats.of(parts) is None for parts in resident]
     if plan.config.weights_cache is None or all(are_floats) or not _may_be_native(plan):
         return None
     from quire.engine.assembly.fingerprint import cache_name
     from quire.weights.packed_cache import PackedCache
 
-    wanted = [
-        parts
-        for parts, is_float in zip(plan.spec.projections, are_floats, strict=True)
-        if not is_float
-    ]
-    return PackedCache(
-        Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted
-    )
+    wanted = [parts for parts, is_float in zip(resident, are_floats, strict=True) if not is_float]
+    name = cache_name(plan, planned.files)
+    if plan.experts is not None:  # a file without the experts does not take the place of another
+        name = name._replace(label=f"{name.label}-paged")
+    return PackedCache(Path(plan.config.weights_cache).expanduser(), name, wanted)
 
 
 def _may_be_native(plan: EnginePlan) -> bool:
@@ -164,7 +218,7 @@ def head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.weights.checkpoint import SafetensorsCheckpoint
     from quire.weights.head_start import HeadStart, Wanted
 
-    floats = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
+    floats = [parts for parts in _resident(plan) if plan.formats.of(parts) is None]
     head = plan.spec.head
     is_shared = plan.spec.is_tied and head is not None and (head,) in floats
     wanted = Wanted(floats, [] if is_shared else [plan.spec.embedding])

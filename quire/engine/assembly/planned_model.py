@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.plan.planning import EnginePlan
 from quire.quant.gguf_formats import GgufStorage
@@ -14,6 +15,16 @@ from quire.quant.storage import CheckpointStorage
 if TYPE_CHECKING:
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
+
+
+class DraftFiles(NamedTuple):
+    """A draft model that was found."""
+
+    config: EngineConfig
+    """As if it were served."""
+    files: ModelFiles
+    storage: CheckpointStorage | GgufStorage | None
+    """As in `PlannedModel`."""
 
 
 class PlannedModel(NamedTuple):
@@ -27,6 +38,8 @@ class PlannedModel(NamedTuple):
     """Weights that are on their way already."""
     packed_cache: PackedCache | None = None
     """Weights that an earlier start packed, or the place for them."""
+    draft: DraftFiles | None = None
+    """The model that drafts, where one does."""
 
     @property
     def folder(self) -> Path:

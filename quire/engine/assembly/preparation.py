@@ -16,6 +16,7 @@ from quire.common.capabilities import FP8_CAPABILITY
 from quire.common.file_states import States, check_unchanged
 from quire.config.engine import EngineConfig
 from quire.engine.assembly import loading
+from quire.engine.assembly.drafting import find_draft, weight_formats
 from quire.engine.assembly.model_files import ModelFiles, find_model
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.plan.gpu import require_gpu
@@ -23,7 +24,6 @@ from quire.engine.plan.machine import Machine
 from quire.engine.plan.planning import HALF, resolve
 from quire.engine.pooling.decision import declare_model
 from quire.errors import CheckpointError, ConfigError, RequestError
-from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.storage import GPU_MXFP4_SCALE_BYTES, FormSupport
 from quire.text.gguf import convert_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -50,18 +50,13 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     files = find_model(config)
     spec, pooling, generates = declare_model(config, files)
     storage = files.storage(spec, config, _form_support(machine))
-    if storage is not None:
-        formats = storage.formats
-    else:
-        formats = (
-            WeightFormats()
-            if config.quantize_to is None
-            else formats_at_load(spec, config.quantize_to)
-        )
+    formats = weight_formats(storage, spec, config)
+    draft_files, draft = find_draft(config) or (None, None)
     processing = files.image_processing(spec, config)
     plan = resolve(
-        config, spec, machine, formats, pooling, generates=generates, processing=processing
-    )
+        config, spec, machine, formats, pooling, generates=generates, processing=processing,
+        draft=draft,
+    )  # fmt: skip
     for decision in plan.decisions:
         if (
             decision.name == "dtype"
@@ -69,7 +64,7 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
             and plan.dtype not in (config.dtype, "float32")
         ):
             logger.warning("computing in %s: %s", decision.value, decision.reason)
-    return PlannedModel(plan, files, storage)
+    return PlannedModel(plan, files, storage, draft=draft_files)
 
 
 def _form_support(machine: Machine) -> FormSupport:
@@ -128,10 +123,7 @@ def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[
 
 
 def begin_loading(planned: PlannedModel) -> PlannedModel:
-    """Start to read the weights in the background, for `build_executor` to go on with. Ranks read
-    their own when they have started."""
-    if planned.plan.num_ranks > 1:
-        return planned
+    """Start to read the weights in the background, for `build_executor` to go on with."""
     return planned._replace(
         head_start=loading.head_start(planned), packed_cache=loading.packed_cache(planned)
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.scheduler.experts import CountedExperts
 from quire.core.scheduler.scheduler import Scheduler
 
 
@@ -49,6 +50,12 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens that were computed."""
     num_accepted_by_place: tuple[int, ...] = ()
     """Draft tokens that were right, by their place behind the known tokens."""
+    num_expert_hits: int = 0
+    """Experts that a layer needed in a step and that were in memory, where not all are."""
+    num_expert_misses: int = 0
+    expert_bytes_read: int = 0
+    expert_wait_s: float = 0.0
+    """That steps waited for those bytes."""
     target_step_s: float = 0.0
     """How long a step should take; 0 where it may take any time."""
 
@@ -82,5 +89,20 @@ def count(scheduler: Scheduler) -> EngineCounters:
         num_drafts=stats.num_runs,
         num_draft_tokens=stats.num_run_tokens,
         num_accepted_by_place=tuple(stats.num_right_by_place),
+        **expert_use(scheduler),
         target_step_s=pace.target_s if pace is not None and pace.is_bounding else 0.0,
     )
+
+
+def expert_use(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the counts of the prerequisite that has them, if there is one."""
+    for each in scheduler.admission.prerequisites:
+        if isinstance(each, CountedExperts):
+            hits, misses, bytes_read, wait_s = each.use
+            return {
+                "num_expert_hits": hits,
+                "num_expert_misses": misses,
+                "expert_bytes_read": bytes_read,
+                "expert_wait_s": wait_s,
+            }
+    return {}

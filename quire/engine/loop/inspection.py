@@ -129,6 +129,11 @@ class Inspection:
     num_evictions: int
     waste: float
     """Unused share of allocated KV slots, averaged over steps."""
+    num_expert_hits: int = 0
+    """Experts that a layer needed in a step and that were in memory, where not all are."""
+    num_expert_misses: int = 0
+    expert_bytes_read: int = 0
+    expert_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

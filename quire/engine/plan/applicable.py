@@ -10,7 +10,9 @@ from quire.models.declaration import DecoderSpec
 
 
 def check_options(config: EngineConfig, spec: DecoderSpec, *, generates: bool) -> None:
-    """Raises ConfigError for an option that would have no effect."""
+    """Raises ConfigError for an option that would have no effect, and for a context that the model
+    was not made for."""
+    _check_context(config, spec)
     if config.speculation is not None and not generates:
         raise ConfigError(
             "speculative_config drafts tokens of text, and this model makes none; leave it out"
@@ -29,3 +31,15 @@ def check_options(config: EngineConfig, spec: DecoderSpec, *, generates: bool) -
                 f"{name}={value!r} has no effect: {spec.architecture} reads each text at once and "
                 "keeps nothing of it; leave it out"
             )
+
+
+def _check_context(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Refuse a context that the model was not made for, unless `allow_long_context` is set."""
+    wanted, longest = config.max_model_len, spec.max_context_len
+    if wanted is not None and wanted > longest and not config.allow_long_context:
+        raise ConfigError(
+            f"max_model_len={wanted} is beyond the {longest} tokens that the model was "
+            "made for, where its answers may "
+            f"make no sense; lower it to {longest}, or set allow_long_context=True "
+            "(--allow-long-context)"
+        )

@@ -19,19 +19,13 @@ from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.core.step_cost import UnitCosts
-from quire.engine.plan import attention, memory
+from quire.engine.plan import attention, memory, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
+from quire.engine.plan.experts import ExpertPlan, plan_experts, suggesting
 from quire.engine.plan.images import ImagePlan, plan_images
 from quire.engine.plan.machine import Machine
-from quire.engine.plan.ranks import (
-    RankShare,
-    check_ranks,
-    cores_of_rank,
-    rank_decisions,
-    rank_shares,
-)
-from quire.engine.plan.speculation import speculation_decisions
+from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import (
@@ -126,11 +120,6 @@ class EnginePlan:
     graphs: GraphPlan | None
     """Of steps that are recorded and replayed; None where every step is launched."""
     num_threads: int
-    """Of each rank."""
-    num_ranks: int
-    """Processes that each hold a part of every matrix."""
-    rank_shares: tuple[RankShare, ...]
-    """What each of them holds; empty of one alone."""
     weight_bytes: int
     kv_layout: KVLayout
     kv_bytes_per_token: int
@@ -143,6 +132,10 @@ class EnginePlan:
     """Room for adapters; None where none are served."""
     images: ImagePlan | None
     """How images are read; None where the model reads none."""
+    draft: DraftPlan | None
+    """A model that drafts beside it; None where none does."""
+    experts: ExpertPlan | None
+    """Which experts are in memory; None where all are, or there are none."""
     decisions: tuple[Decision, ...]
 
     @property
@@ -157,9 +150,10 @@ class EnginePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Memory at most: weights, KV cache, workspace, adapters, encoded images."""
+        """Memory at most: weights, KV cache, workspace, adapters, encoded images, a draft model."""
         fixed_bytes = self.weight_bytes + self.kv_bytes + self.workspace_bytes
-        return fixed_bytes + self.adapter_bytes + self.image_bytes
+        draft_bytes = 0 if self.draft is None else self.draft.num_bytes
+        return fixed_bytes + self.adapter_bytes + self.image_bytes + draft_bytes
 
 
 def resolve(
@@ -171,14 +165,17 @@ def resolve(
     *,
     generates: bool = True,
     processing: ImageProcessing | None = None,
+    draft: DraftDeclaration | None = None,
 ) -> EnginePlan:
     """Decide. `formats` says which weights are integers, by default none; `pooling` what vectors
-    are made of, `generates` whether the model makes text, `processing` what is done to images.
+    are made of, `generates` whether the model makes text, `processing` what is done to images,
+    `draft` is the model that drafts.
 
     Raises ConfigError, or CapacityError with the numbers, for what cannot work.
     """
     resolver = _Resolver(config, spec, machine, formats or WeightFormats())
     resolver.pooling, resolver.generates, resolver.processing = pooling, generates, processing
+    resolver.draft = draft
     return resolver.plan()
 
 
@@ -195,6 +192,7 @@ class _Resolver:
         self.pooling: PoolingSpec | None = None
         self.generates = True
         self.processing: ImageProcessing | None = None
+        self.draft: DraftDeclaration | None = None
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
@@ -203,14 +201,18 @@ class _Resolver:
         self._note_pooling()
         block_size, max_num_seqs = self._block_size(), self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
-        num_ranks = config.tensor_parallel_size
-        num_cores, cores_reason = cores_of_rank(self.machine, num_ranks)
-        num_threads = self._given("num_threads", config.num_threads, num_cores, cores_reason)
+        num_threads = self._given(
+            "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
+        )
         if self.formats.has_integers:
             self._note(
                 "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
             )
+        computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
+        experts = self._experts(dtype, num_threads)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
+        if experts is not None:
+            weight_bytes -= experts.num_bytes_spared
         adapters = self._adapters(dtype)
         images = self._images(dtype, adapters is not None)
         kv_format, is_overlapped = self._kv_format(dtype), self._is_overlapped()
@@ -228,13 +230,16 @@ class _Resolver:
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         self._note_groups(layout, limits, block_bytes)
-        kept = (each for each in (adapters, images) if each is not None)
+        draft = speculation.plan_draft(config, self.draft, layout, limits, (dtype, kv_format))
+        if draft is not None:
+            self._note("draft_model", draft.spec.architecture, draft.reason)
+            block_bytes += draft.block_bytes
+        kept = (each for each in (adapters, images, draft) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
-        limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
-        shares = rank_shares(spec, self.formats, dtype, num_ranks)
-        for decision in rank_decisions(shares):
-            self._note(*decision)
-        computing = replace(self.machine, num_cores=num_threads * num_ranks, gpu=self.gpu)
+        with suggesting(config, spec, self.formats, computing, dtype, fixed_bytes):
+            limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
+        missed_s = 0.0 if experts is None else experts.missed_s
+        step_costs = estimate(spec, self.formats, dtype, kv_format, computing)
         return EnginePlan(
             config=config,
             spec=spec,
@@ -246,13 +251,11 @@ class _Resolver:
             limits=limits,
             pooling=self.pooling,
             generates=self.generates,
-            step_costs=estimate(spec, self.formats, dtype, kv_format, computing),
+            step_costs=step_costs._replace(step_s=step_costs.step_s + missed_s),
             target_step_s=self._target_step_s(),
             is_overlapped=is_overlapped,
             graphs=graphs,
             num_threads=num_threads,
-            num_ranks=num_ranks,
-            rank_shares=shares,
             weight_bytes=weight_bytes,
             kv_layout=layout,
             kv_bytes_per_token=len(layout.windows) * block_bytes // block_size,
@@ -261,17 +264,17 @@ class _Resolver:
             workspace_bytes=workspace_bytes,
             adapters=adapters,
             images=images,
+            draft=draft,
+            experts=experts,
             decisions=tuple(self.decisions),
         )
 
     def _begin(self) -> None:
         """Check what needs no numbers, and note what the rest depends on."""
-        self._check_context()
         check_options(self.config, self.spec, generates=self.generates)
-        check_ranks(self.config)
         self._note_device()
         self._note_invariance()
-        for decision in speculation_decisions(self.config.speculation):
+        for decision in speculation.decisions(self.config):
             self._note(*decision)
 
     def _workspace_bytes(
@@ -382,6 +385,12 @@ class _Resolver:
             )
         self._note("adapters", format_bytes(adapters.num_bytes), adapters.reason)
         return adapters
+
+    def _experts(self, dtype: str, num_threads: int) -> ExpertPlan | None:
+        experts = plan_experts(self.config, self.spec, self.formats, dtype, num_threads)
+        if experts is not None:
+            self._note("expert_memory", format_bytes(experts.num_bytes), experts.reason)
+        return experts
 
     def _images(self, dtype: str, has_adapters: bool) -> ImagePlan | None:
         images = plan_images(self.config, self.spec, self.processing, dtype)
@@ -679,17 +688,6 @@ class _Resolver:
         )
         self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
-
-    def _check_context(self) -> None:
-        """Refuse a context that the model was not made for, unless `allow_long_context` is set."""
-        wanted, longest = self.config.max_model_len, self.spec.max_context_len
-        if wanted is not None and wanted > longest and not self.config.allow_long_context:
-            raise ConfigError(
-                f"max_model_len={wanted} is beyond the {longest} tokens that the model was "
-                "made for, where its answers may "
-                f"make no sense; lower it to {longest}, or set allow_long_context=True "
-                "(--allow-long-context)"
-            )
 
 
 def _policy(name: str) -> Policy:

@@ -1,21 +1,103 @@
-"""What a plan says of speculation."""
+"""What a plan says of speculation, and the room that a draft model takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from quire.config.speculation import SpeculationConfig
+from quire.common.numbers import ceil_div, format_bytes
+from quire.config.engine import EngineConfig
+from quire.config.limits import SchedulerLimits
+from quire.engine.plan.memory import workspace_bytes
+from quire.errors import ConfigError, NotAvailableError
+from quire.models.declaration import DecoderSpec
+from quire.models.kv_layout import KVLayout
+from quire.quant.formats import WeightFormats
+
+MAX_READ = 512
+"""Tokens of all rows that a draft model computes after one step to catch up with the target: what a
+prompt has more is left to the steps that follow, so that none of them waits long."""
 
 
-def speculation_decisions(config: SpeculationConfig | None) -> Iterator[tuple[str, str, str]]:
-    """Name, value and reason of what is decided."""
+class DraftDeclaration(NamedTuple):
+    """A draft model, as its files declare it."""
+
+    spec: DecoderSpec
+    formats: WeightFormats
+
+
+class DraftPlan(NamedTuple):
+    """A draft model beside the target."""
+
+    spec: DecoderSpec
+    formats: WeightFormats
+    max_len: int
+    """Of sequences that it drafts."""
+    blocks_per_row: int
+    """Blocks of its caches beside the pool's, for tokens that are not known yet."""
+    block_bytes: int
+    """What each block of the pool takes more for its keys and values."""
+    num_bytes: int
+    """Of all that does not grow with the pool: weights, the rows' own blocks, temporary tensors."""
+    reason: str
+
+
+def decisions(engine: EngineConfig) -> Iterator[tuple[str, str, str]]:
+    """Name, value and reason of what is decided. Raises ConfigError for what a GPU cannot do."""
+    config = engine.speculation
     if config is None:
         return
+    if config.draft_model is not None and engine.device == "cuda":
+        raise ConfigError(
+            f"speculative_config: method {config.method!r} is for the CPU as yet; take "
+            "device='cpu', or method 'suffix' or 'ngram'"
+        )
     source = "the request's own text"
-    if config.method == "suffix" and config.suffix_decoding_max_cached_requests:
+    if config.draft_model is not None:
+        source = f"a model, {config.draft_model}"
+    elif config.method == "suffix" and config.suffix_decoding_max_cached_requests:
         source += " and recent outputs of its tenant"
     yield (
         "speculation",
         f"{config.method}, {config.max_tokens}",
         f"given; at most so many draft tokens of a sequence in a step, from {source}",
+    )
+
+
+def plan_draft(
+    engine: EngineConfig,
+    declaration: DraftDeclaration | None,
+    layout: KVLayout,
+    limits: SchedulerLimits,
+    formats: tuple[str, str],
+) -> DraftPlan | None:
+    """Decide; None where no model drafts. `formats` are the compute dtype and that of the KV cache.
+    Raises ConfigError or NotAvailableError for what cannot work."""
+    config = engine.speculation
+    if config is None or declaration is None:
+        return None
+    spec, (dtype, kv_format) = declaration.spec, formats
+    if spec.is_encoder or spec.head is None or spec.vision is not None:
+        raise ConfigError(
+            f"speculative_config: model={config.model!r} ({spec.architecture}) cannot draft: that "
+            "takes a model of text alone that makes text"
+        )
+    if layout.windows[0] is not None:
+        raise NotAvailableError(
+            "speculative_config: method 'draft_model' is not available for models all of whose "
+            "layers have sliding windows; use 'suffix' or 'ngram'"
+        )
+    size = limits.block_size
+    layers = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
+    blocks_per_row = ceil_div(size - 1 + config.max_tokens, size)
+    weight_bytes = declaration.formats.weight_bytes(spec, dtype)
+    own_bytes = limits.max_num_seqs * blocks_per_row * layers * size
+    num_bytes = weight_bytes + own_bytes + workspace_bytes(spec, MAX_READ, limits.max_num_seqs)
+    reason = (
+        f"{format_bytes(weight_bytes)} of weights; {format_bytes(layers)} a token in the KV cache, "
+        f"and {format_bytes(own_bytes)} for tokens that are drafted"
+    )
+    longest = min(config.max_model_len or spec.max_context_len, spec.max_context_len)
+    return DraftPlan(
+        spec, declaration.formats, longest, blocks_per_row, layers * size, num_bytes, reason
     )

@@ -53,6 +53,7 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         "num_threads": plan.num_threads,
         "tokenizer": _absolute(config.tokenizer),
         "weights_cache": _absolute(config.weights_cache),
+        "speculative_config": _speculation(config.speculative_config),
     }
     model = config.model if files is None else str(files.path)
     defaults = EngineConfig(model=model)
@@ -64,6 +65,13 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
     if files is None:
         return Start(model, given)
     return Start(model, given, files.states(config.tokenizer))
+
+
+def _speculation(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the keys with the draft model's path as it means the same wherever a process runs."""
+    if given is None or not isinstance(given.get("model"), str):
+        return given
+    return {**given, "model": _absolute(given["model"])}
 
 
 def _absolute(name: str | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import overload
 
 def kernel_times() -> dict[str, float]:
     """Seconds that kernels have run for in this process: linear, attention, elementwise,
-    sampling, and gathering between ranks."""
+    sampling."""
 
 MAX_THREADS: int
 
@@ -41,6 +41,7 @@ class LinearWeight:
     @property
     def num_bytes(self) -> int: ...
     def attach(self, data: int, bias: int, /) -> None: ...
+    def attach_bias(self, bias: int, /) -> None: ...
 
 def pack(weight: LinearWeight, values: int, /) -> None: ...
 def pack_quantized(weight: LinearWeight, values: int, scales: int, offsets: int, /) -> None: ...
@@ -112,8 +113,33 @@ def apply_experts(
     dtype: int,
     num_tokens: int,
     out: int,
-    /,
+    pool: ExpertPool | None,
+    number: int,
 ) -> None: ...
+
+class ExpertFileError(RuntimeError): ...
+
+class ExpertPool:
+    """See csrc/cpu/expert_pool.hpp; does not keep its memory or biases alive."""
+
+    def __init__(
+        self, path: str, descriptor: int, memory: int, slot_bytes: int, num_slots: int
+    ) -> None: ...
+    def add_layer(
+        self,
+        up: LinearWeight,
+        down: LinearWeight,
+        num_experts: int,
+        slot_bytes: int,
+        up_start: int,
+        down_start: int,
+        up_sums: list[int],
+        down_sums: list[int],
+    ) -> None: ...
+    def fill(self) -> None: ...
+    def counts(self) -> tuple[int, int, int, float]: ...
+
+def expert_checksums(data: int, num_experts: int, expert_bytes: int, /) -> list[int]: ...
 def head_linear(
     weight: LinearWeight,
     num_heads: int,
@@ -380,38 +406,6 @@ class KVCache:
         head_size: int,
     ) -> None: ...
 
-MAX_RANKS: int
-GROUP_STATE_BYTES: int
-"""What ranks share besides buffers, zeros at first."""
-
-class Gathering:
-    """A rank's end of what ranks exchange: see csrc/cpu/gathering.hpp. Waits raise RuntimeError
-    where a rank is gone, or silent for `silence_s`."""
-
-    def __init__(
-        self, memory: int, num_bytes: int, rank: int, size: int, silence_s: float
-    ) -> None: ...
-    def columns(
-        self,
-        own: int,
-        num_rows: int,
-        columns: list[tuple[int, int]],
-        width: int,
-        size: int,
-        out: int,
-    ) -> None:
-        """`columns`: first and one past the last, of elements of `size` bytes."""
-    def rows(self, rows: int, is_own: list[bool], row_bytes: int) -> None: ...
-    def post(self) -> None: ...
-    def wait_done(self) -> None: ...
-    def wait_posted(self, timeout_s: float) -> bool: ...
-    def finish(self) -> None: ...
-    def reset(self) -> None: ...
-    def beat(self) -> None: ...
-    def lose(self, rank: int) -> None: ...
-    @property
-    def is_lost(self) -> bool: ...
-
 class Operations:
     """A list of operations. Values are (column in the arena, width); the result is at column -1,
     `width` wide."""
@@ -447,10 +441,7 @@ class Operations:
         routing: ExpertRouting | None,
         is_interleaved: bool,
         value_size: int,
-        gathering: Gathering | None,
-        columns: list[tuple[int, int]],
-        first_id: int,
-        num_ids: int,
+        pool: ExpertPool | None,
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""

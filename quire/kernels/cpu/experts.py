@@ -3,12 +3,15 @@ parallel regions (csrc/cpu/experts.cpp), and weights of heads (csrc/cpu/head_lin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import address, float_code
 from quire.kernels.cpu.linear import CpuLinear
+from quire.kernels.cpu.paging import PagedLinear, naming_files
 from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
 from quire.program.operations import Gating, Routing, gating_code
@@ -62,27 +65,49 @@ def apply_experts(
 ) -> Tensor:
     """See `Kernels.apply_experts`; widths as `reasons_against` says."""
     num_experts = count_experts(x, up, down, choice)
+    weights = native_experts(up, down)
+    out = torch.empty_like(x)
+    with naming_files():
+        _native.apply_experts(
+            weights.up,
+            weights.down,
+            num_experts,
+            gating_code(activation),
+            address(choice.ids, "ids"),
+            address(choice.weights, "weights"),
+            choice.ids.shape[1],
+            address(x, "x"),
+            float_code(x, "x"),
+            x.shape[0],
+            out.data_ptr(),
+            weights.pool,
+            weights.number,
+        )
+    return out
+
+
+class NativeExperts(NamedTuple):
+    """A layer's experts as native callers take them."""
+
+    up: _native.LinearWeight
+    down: _native.LinearWeight
+    pool: _native.ExpertPool | None
+    number: int
+
+
+def native_experts(up: PackedLinear, down: PackedLinear) -> NativeExperts:
+    """TypeError unless both are this back end's, in memory or in one pool."""
+    if isinstance(up, PagedLinear) and isinstance(down, PagedLinear):
+        if up.home is None or up.home != down.home:
+            raise ValueError("experts: the weights belong to no pool, or to two")
+        return NativeExperts(up.native, down.native, up.home.pool.native, up.home.number)
     for weight in (up, down):
         if not isinstance(weight, CpuLinear):
             raise TypeError(
                 f"experts: the weight was packed by another back end ({type(weight).__name__})"
             )
     assert isinstance(up, CpuLinear) and isinstance(down, CpuLinear)
-    out = torch.empty_like(x)
-    _native.apply_experts(
-        up.native,
-        down.native,
-        num_experts,
-        gating_code(activation),
-        address(choice.ids, "ids"),
-        address(choice.weights, "weights"),
-        choice.ids.shape[1],
-        address(x, "x"),
-        float_code(x, "x"),
-        x.shape[0],
-        out.data_ptr(),
-    )
-    return out
+    return NativeExperts(up.native, down.native, None, 0)
 
 
 def head_linear(x: Tensor, weight: PackedLinear) -> Tensor:

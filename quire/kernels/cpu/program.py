@@ -34,6 +34,7 @@ from quire.kernels.cpu.elementwise import native_lookup
 from quire.kernels.cpu.experts import PANEL
 from quire.kernels.cpu.linear import CpuLinear
 from quire.kernels.cpu.lora import native_adapters
+from quire.kernels.cpu.paging import naming_files
 from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.interpreter import rounded
 from quire.kernels.lora import StepAdapters
@@ -48,8 +49,7 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8,
     ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
     ops.Place: 13, ops.Take: 14,
-    ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17, ops.Gather: 18,
-    ops.EmbedGathered: 19,
+    ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
@@ -58,7 +58,7 @@ NO_FIELDS: dict[str, Any] = {
     "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0, "sinks": 0,
     "bias": 0, "bias_reach": 0,
     "down": None, "router": None, "routing": None, "is_interleaved": False, "value_size": 0,
-    "gathering": None, "columns": [], "first_id": 0, "num_ids": 0,
+    "pool": None,
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
 
@@ -134,28 +134,29 @@ class NativeProgram:
             fits = each.block_tables.shape == batch.block_tables.shape
             require(fits, "step: block tables of another shape", each.block_tables)
         out = torch.empty((num_tokens, self._width), dtype=self._dtype)
-        self._native.forward(
-            indices_address(token_ids, "token_ids", num_tokens),
-            indices_address(positions, "positions", num_tokens),
-            int32_address(batch.query_start, "query_start"),
-            int32_address(batch.context_len, "context_len"),
-            num_sequences,
-            num_tokens,
-            [
-                (
-                    indices_address(each.slots, "slots", num_tokens),
-                    int32_address(each.block_tables, "block_tables"),
-                )
-                for each in (batch, *batch.others)
-            ],
-            batch.block_tables.shape[1],
-            0
-            if num_wanted is None
-            else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
-            *of_adapters,
-            *_native_rows(placed, self._dtype),
-            out.data_ptr(),
-        )
+        with naming_files():
+            self._native.forward(
+                indices_address(token_ids, "token_ids", num_tokens),
+                indices_address(positions, "positions", num_tokens),
+                int32_address(batch.query_start, "query_start"),
+                int32_address(batch.context_len, "context_len"),
+                num_sequences,
+                num_tokens,
+                [
+                    (
+                        indices_address(each.slots, "slots", num_tokens),
+                        int32_address(each.block_tables, "block_tables"),
+                    )
+                    for each in (batch, *batch.others)
+                ],
+                batch.block_tables.shape[1],
+                0
+                if num_wanted is None
+                else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
+                *of_adapters,
+                *_native_rows(placed, self._dtype),
+                out.data_ptr(),
+            )
         return out
 
     def _attach(self, kv_caches: Sequence[tuple[Tensor, Tensor]], groups: tuple[int, ...]) -> None:
@@ -220,14 +221,6 @@ class _Writer:
                     "table": native_lookup(self._weights.tables[table]),
                     "of_positions": of == "positions",
                 }
-            case ops.Gather(columns=columns):
-                places = [(part.start, part.stop) for part in columns]
-                return {"gathering": self._gathering(), "columns": places}
-            case ops.EmbedGathered(table=table, ids=ids, num_ids=num_ids):
-                return {
-                    "table": native_lookup(self._weights.tables[table]),
-                    "gathering": self._gathering(), "first_id": ids.start, "num_ids": num_ids,
-                }  # fmt: skip
             case ops.Scale(factor=factor):
                 return {"factor": rounded(factor, self._dtype)}
             case ops.Norm(norm=norm) | ops.AddNorm(norm=norm):
@@ -272,11 +265,6 @@ class _Writer:
                 }  # fmt: skip
         return {}
 
-    def _gathering(self) -> _native.Gathering:
-        exchange = self._weights.exchange
-        assert exchange is not None, "a divided program needs the other ranks"
-        return exchange.native
-
     def _preparation(self, operation: ops.PrepareHeads) -> dict[str, Any]:
         fields: dict[str, Any] = {"heads": operation.heads.sizes}
         for name, norm in (
@@ -311,10 +299,14 @@ class _Writer:
         }  # fmt: skip
 
     def _experts(self, operation: ops.Experts) -> dict[str, Any]:
+        linears = self._weights.linears
+        weights = experts.native_experts(linears[operation.up], linears[operation.down])
         return {
             "router": self._linear_weight(operation.router),
-            "weight": self._linear_weight(operation.up),
-            "down": self._linear_weight(operation.down),
+            "weight": weights.up,
+            "down": weights.down,
+            "pool": weights.pool,
+            "number": weights.number,
             "routing": self._routing(operation),
             "activation": gating_code(operation.activation),
         }

@@ -442,6 +442,7 @@ class _Live(Collector):
             ),
             self._cache_config(),
             *self._speculation(status),
+            *self._experts(status),
         )
         name = f"{self._prefix}:admission_rejections"
         rejections = CounterMetricFamily(name, "Requests refused, by reason.", labels=("reason",))
@@ -465,6 +466,17 @@ class _Live(Collector):
         for place, count in enumerate(by_place):
             family.add_metric((self._model, str(place)), count)
         yield family
+
+    def _experts(self, status: EngineStatus) -> Iterator[Metric]:
+        """How experts were found, where only some are in memory."""
+        text = "Experts that a layer needed in a step and that were in memory."
+        yield self._counter("expert_hits", text, status.num_expert_hits)
+        text = "Those that were read from their file."
+        yield self._counter("expert_misses", text, status.num_expert_misses)
+        text = "Bytes of experts that were read."
+        yield self._counter("expert_read_bytes", text, status.expert_bytes_read)
+        text = "Time that steps waited for experts."
+        yield self._counter("expert_wait_seconds", text, status.expert_wait_s)
 
     def _waiting_by_reason(self, status: EngineStatus) -> Metric:
         """`deferred` waits for something that another sequence is computing, `capacity` for rows,

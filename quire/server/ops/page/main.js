@@ -166,6 +166,15 @@ function fillTile(tile, value, side) {
   tile.side.textContent = side;
 }
 
+// Nothing where all experts are in memory, or there are none.
+function expertLine(inspection) {
+  const hits = inspection.num_expert_hits;
+  const asked = hits + inspection.num_expert_misses;
+  if (!asked) return "";
+  const read = (inspection.expert_bytes_read / 2 ** 30).toFixed(1);
+  return ` ${((100 * hits) / asked).toFixed(1)} % of chosen experts were in memory; ${read} GiB read, steps waited ${inspection.expert_wait_s.toFixed(1)} s.`;
+}
+
 function showTiles() {
   const series = numbers.series();
   const recent = numbers.recent();
@@ -231,7 +240,7 @@ function showTotals(inspection) {
   byId("totals").textContent =
     `Since the engine began: ${plural(inspection.last_step, "step")}, ${plural(inspection.num_preemptions, "preemption")}, ` +
     `${plural(inspection.num_copies, "block")} copied on write, ${inspection.num_merges.toLocaleString("en")} merged with identical ones, ` +
-    `${inspection.num_evictions.toLocaleString("en")} evicted.`;
+    `${inspection.num_evictions.toLocaleString("en")} evicted.` + expertLine(inspection);
 }
 
 // -- one block -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""The use of experts of which only some are in memory, added up.
+
+Implements `Prerequisite`, though no sequence ever waits for it: experts are fetched within the step
+that chooses them, since a step that has begun cannot be put aside.
+"""
+
+from __future__ import annotations
+
+from quire.core.experts import EXPERTS, ExpertUse
+from quire.core.plan import Record
+from quire.core.request import Sequence
+from quire.core.scheduler.prerequisites import Settled
+
+
+class CountedExperts:
+    """Implements `Prerequisite`."""
+
+    name = EXPERTS
+
+    def __init__(self) -> None:
+        self.use = ExpertUse()
+        """Of all steps whose results were taken in."""
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        return None
+
+    def park(self, sequence: Sequence) -> None:
+        raise AssertionError("no sequence waits for experts")
+
+    def unpark(self, sequence: Sequence) -> None:
+        return
+
+    def parked(self) -> list[Sequence]:
+        return []
+
+    def take_orders(self, now: float) -> tuple[Record, ...]:
+        return ()
+
+    def take_news(self, news: tuple[Record, ...], now: float) -> list[Settled]:
+        for each in news:
+            self.use = self.use.plus(ExpertUse._make(each))
+        return []
+
+    def lose_flights(self) -> None:
+        return

@@ -1,1 +1,0 @@
-"""The processes of ranks 1 and above: what starts them, and what they are."""
