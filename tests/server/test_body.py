@@ -13,6 +13,7 @@ from servers import MODEL, serve_model
 from quire.config.api import ApiConfig
 from quire.server.api.openai.chat import ChatRequest
 from quire.server.http.body import decode
+from quire.server.http.errors import ApiError
 
 FUNCTION = {
     "name": "f",
@@ -194,3 +195,12 @@ def test_many_unknown_fields_are_counted_and_cost_little() -> None:
     ]
     _, unknown = decode(json.dumps({"messages": messages}).encode(), ChatRequest)
     assert len(unknown) == 64 and unknown[0] == "messages[0].x0"
+
+
+@pytest.mark.parametrize("others", ["", ', "unknown": 1'])
+def test_bytes_that_are_no_text_are_refused_wherever_they_are(others: str) -> None:
+    """The decoder looks at names that it skips only where it is asked for all of them."""
+    body = b'{"messages": [{"role": "user", "conte\xce": "x"}]' + others.encode() + b"}"
+    with pytest.raises(ApiError) as caught:
+        decode(body, ChatRequest)
+    assert caught.value.status == 400 and caught.value.code == "invalid_json"

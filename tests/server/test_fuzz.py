@@ -4,20 +4,15 @@ one shape.
 Bodies are made in two ways: by schemathesis from the document that the server itself publishes
 (values of the right types and of wrong ones), and by mutating bodies that work (truncated, nested,
 repeated, of other types, with bytes changed; many prompts and choices, and long lists in several
-fields at once, so that what multiplies is multiplied). QUIRE_FUZZ_SECONDS asks for more than the
-suite's few seconds of each, QUIRE_FUZZ_BODIES for a number of mutated bodies, QUIRE_FUZZ_SEED for
-others: a hundred thousand are
+fields at once, so that what multiplies is multiplied). `mutations` says how to ask for more than
+the suite's few seconds of each: a hundred thousand are
 `QUIRE_FUZZ_BODIES=100000 python -m pytest -s --timeout 0 tests/server/test_fuzz.py -k mutated`.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +23,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from large_bodies import CHAT as CHATS
 from large_bodies import COMPLETIONS, LISTS, PLAIN, listed, listing_fields, multiplied
-from plain_http import Answer, PlainClient
+from mutations import MAX_WAIT_S, SECONDS, SEED, send_mutated
+from plain_http import PlainClient
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -38,13 +34,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from served import Served
 
-SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "6"))
-BODIES = int(os.environ.get("QUIRE_FUZZ_BODIES", "0"))
-SEED = int(os.environ.get("QUIRE_FUZZ_SEED", "1"))
-MAX_FAILURES = 5
-MAX_ANSWER_S = 2.0
-MAX_WAIT_S = 30.0
-"""A machine that does other things besides may hold any answer up, once."""
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     (
@@ -144,40 +133,47 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/detokenize", {"tokens": [1, 2]}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x"},
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}},
+                    ],
+                }
+            ],
+            "max_tokens": 2,
+        },
+    ),
+    (
+        "/v1/decisions",
+        {
+            "model": "quire-storyteller",
+            "input": "x",
+            "questions": [
+                {"type": "predicate", "name": "a", "instructions": "x"},
+                {"type": "choice", "instructions": "x", "choices": [{"value": "a"}, {"value": 1}]},
+                {
+                    "type": "score",
+                    "instructions": [{"type": "input_text", "text": "x"}],
+                    "levels": [{"label": "a"}, {"label": "b", "description": "x"}],
+                },
+            ],
+        },
+    ),
+    ("/v1/responses/input_tokens", {"input": "x", "instructions": "x"}),
+    ("/pooling", {"input": ["x"], "task": "embed"}),
+    ("/classify", {"input": ["x"]}),
+    ("/v1/score", {"text_1": "x", "text_2": ["x", "y"]}),
+    ("/v1/rerank", {"query": "x", "documents": ["x", "y"], "top_n": 1}),
 ]
-NAMES = ("x", "n", "", " ", "x ", "a, b", "\r\nx: y", "\x00", "\u0416" * 2000)
 _PRODUCTS = 0.1
 """Of all bodies."""
 _COUNTS = (*(1,) * 10, *(2, 3) * 3, 17, 17, 64, 512)
 _SIZES = (1, 1, 2, 3, 3, 16, 16, 100, 1000, 1 << 18)
-JUNK: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    2**63,
-    -(2**63),
-    10**40,
-    1e99,
-    "",
-    "x" * 5000,
-    "\x00",
-    "\u202e",
-    "\U0010ffff",
-    [],
-    {},
-    [[]],
-    [{}],
-    [None] * 50,
-    {"type": []},
-    {"": None},
-    {"$ref": "#"},
-    "NaN",
-    "0x10",
-    [1, "a", None],
-    "../../etc/passwd",
-)
 
 
 @pytest.fixture
@@ -188,27 +184,6 @@ def watched(served: Served) -> Iterator[Served]:
     served.await_idle()
     assert served.engine_pid == engine
     assert served.progress()["num_restarts"] == 0
-
-
-def _is_in_time(answer: Answer) -> bool:
-    """A body that lost its limit of tokens is answered with as many as the context holds,
-    each of which may take a while."""
-    num_tokens = answer.content.count(b"data:")
-    if answer.status == 200 and answer.kind == "application/json":
-        usage = answer.json().get("usage") or {}
-        num_tokens = usage.get("completion_tokens", 0) + usage.get("output_tokens", 0)
-    return answer.elapsed_s < MAX_ANSWER_S * (1 + num_tokens / 50)
-
-
-def _check(answer: Answer, sent: object) -> None:
-    assert _is_in_time(answer), (answer.elapsed_s, sent)
-    assert answer.status < 500, (sent, answer.content)
-    if answer.status >= 400:
-        assert {"message", "type", "param", "code"} == set(answer.json()["error"]), (
-            sent,
-            answer.content,
-        )
-        assert len(answer.content) < 2000, "an error quotes only a little of what it complains of"
 
 
 def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
@@ -264,35 +239,12 @@ def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Ser
 
 
 def test_t09_mutated_bodies(watched: Served) -> None:
-    rng = random.Random(SEED)
-    deadline_s = time.monotonic() + SECONDS
-    statuses: Counter[int] = Counter()
-    failures: list[str] = []
     with PlainClient(watched.port, watched.headers, MAX_WAIT_S) as http:
-        for number in itertools.count():
-            # a busy machine needs longer for as many
-            is_enough = {200, 400, 404} <= statuses.keys() or number > 2000
-            if time.monotonic() > deadline_s and is_enough and number >= BODIES:
-                break
-            path, body = _product(rng) if rng.random() < _PRODUCTS else rng.choice(SEEDS)
-            content = _spoilt(rng, json.dumps(_mutated(rng, body)).encode())
-            answer = http.post(path, content)
-            if not _is_in_time(answer):
-                answer = min(
-                    (http.post(path, content) for _ in range(3)), key=lambda each: each.elapsed_s
-                )
-            statuses[answer.status] += 1
-            if number % 1000 == 999:
-                print(f"{number + 1} bodies: {dict(sorted(statuses.items()))}", flush=True)
-            try:
-                _check(answer, (path, content[:2000]))
-            except AssertionError as error:  # a long run should find more than one
-                failures.append(str(error))
-                if len(failures) == MAX_FAILURES:
-                    break
-    print(f"{statuses.total()} bodies: {dict(sorted(statuses.items()))}")
-    assert not failures, "\n".join(failures)
-    assert {200, 400, 404} <= statuses.keys()
+        send_mutated(
+            http,
+            lambda rng: _product(rng) if rng.random() < _PRODUCTS else rng.choice(SEEDS),
+            {200, 400, 404},
+        )
 
 
 def _product(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -305,33 +257,3 @@ def _product(rng: random.Random) -> tuple[str, dict[str, Any]]:
         size = min(len(LISTS[name]), rng.choice(_SIZES))
         body = listed(path, name, body, size / len(LISTS[name]))
     return path, body
-
-
-def _mutated(rng: random.Random, value: Any) -> Any:
-    if rng.random() < 0.08:
-        return rng.choice(JUNK)
-    if isinstance(value, dict):
-        items = [
-            (rng.choice([key, *NAMES]) if rng.random() < 0.03 else key, _mutated(rng, each))
-            for key, each in value.items()
-        ]
-        return dict(items)
-    if isinstance(value, list):
-        return [_mutated(rng, each) for each in value] * (
-            rng.randrange(40) if rng.random() < 0.03 else 1
-        )
-    return value
-
-
-def _spoilt(rng: random.Random, content: bytes) -> bytes:
-    """Most are left as they are; some lose or gain bytes, or are wrapped many times."""
-    kind = rng.random()
-    if kind < 0.15:
-        cut = rng.randrange(len(content))
-        return content[:cut] + bytes([rng.randrange(256)]) + content[cut + rng.randrange(3) :]
-    if kind < 0.2:
-        return content[: rng.randrange(len(content))]
-    if kind < 0.22:
-        depth = rng.choice([10, 1000, 100_000])
-        return b'{"messages":' * depth + content + b"}" * depth
-    return content

@@ -114,15 +114,13 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
                 raise
         value = msgspec.json.decode(body, type=kind)
         names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        nested = _nested_unknown(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise bad_request("the request body is not valid JSON", code="invalid_json") from None
     known = set(kind.__struct_encode_fields__)
-    unknown = [
-        *islice((name for name in names if name not in known), _MAX_UNKNOWN),
-        *_nested_unknown(body, kind),
-    ]
+    unknown = [*islice((name for name in names if name not in known), _MAX_UNKNOWN), *nested]
     return value, unknown[:_MAX_UNKNOWN]
 
 
