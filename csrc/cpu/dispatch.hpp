@@ -156,6 +156,7 @@ struct AttentionProblem {
     int64_t value_size;  // elements that a value has, the first ones of its row; 0: all of them
 
     bool is_bidirectional() const { return row_stride > 0; }
+    bool has_one_cache() const { return cache.keys == cache.values; }  // values are the first elements of keys
     int64_t out_size() const { return value_size > 0 ? value_size : cache.head_size; }
 };
 

@@ -190,7 +190,7 @@ struct TileWalk {
         then.locate(problem, task, now.end());
         const bool goes_on = then.count > 0;
         if (!goes_on && next_task != nullptr) then.locate(problem, *next_task, first_tile(problem, *next_task));
-        Prefetcher next(then.tiles[0].rows, then.count * int64_t{2 * TILE}, problem.cache.row_bytes());
+        Prefetcher next(then.tiles[0].rows, then.count * int64_t{2 * TILE}, problem.cache.row_bytes(), problem.has_one_cache());
         Range ranges[RUN_TILES][MAX_ROWS];
         bool is_whole[RUN_TILES];
         for (int i = 0; i < now.count; ++i) is_whole[i] = find_ranges(problem, task, now.base + i * TILE, ranges[i]);

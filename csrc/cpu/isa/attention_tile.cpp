@@ -56,14 +56,15 @@ QINLINE Vec key_element(Vec word, Vec scales) {
     return is_scaled(F) ? mul(x, scales) : x;
 }
 
+// Keys [begin, begin + KEYS): [padded keys][KEYS].
 template <KVFormat F>
-static void gather_keys(const Turn &turn) {  // [TILE / KEYS][padded keys][KEYS]
+static void gather_keys(const Turn &turn, int begin) {
     constexpr int PER = PER_WORD<F>;
     const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
-    for (int first = 0; first < TILE; first += LANES) {
+    for (int first = begin; first < begin + KEYS; first += LANES) {
         const char *const *rows = turn.tile.rows + first;
         const Vec scales = load_scales<F>(rows, head_size);
-        float *to = turn.w.keys + first / KEYS * KEYS * padded_keys(head_size) + first % KEYS;
+        float *to = turn.w.keys + first - begin;
         for (int64_t at = 0; at < num_bytes; at += 4 * LANES, to += PER * LANES * KEYS) {
             Vec block[LANES];
             load_words(rows, at, num_bytes, block);
@@ -78,19 +79,15 @@ static void gather_keys(const Turn &turn) {  // [TILE / KEYS][padded keys][KEYS]
     }
 }
 
+// A piece of up to OUT_VECS vectors: [TILE][width].
 template <KVFormat F>
-static void gather_values(const Turn &turn) {  // pieces of up to OUT_VECS vectors: [TILE][width] each
-    const int64_t head_size = turn.problem.cache.head_size, padded = turn.w.padded;
-    for (int i = 0; i < TILE; ++i) {
+static void gather_values(const Turn &turn, int64_t first, int64_t width) {
+    const int64_t head_size = turn.problem.cache.head_size;
+    float *to = turn.w.values;
+    for (int i = 0; i < TILE; ++i, to += width) {
         const char *row = turn.tile.rows[TILE + i];
         const float scale = scale_of<F>(row, head_size);
-        for (int64_t first = 0; first < padded; first += OUT_VECS * LANES) {
-            const int64_t width = min64(OUT_VECS * LANES, padded - first);
-            float *to = turn.w.values + first * TILE + i * width;
-            for (int64_t d = 0; d < width; d += LANES) {
-                store(to + d, load_elements<F>(row, first + d, head_size, scale));
-            }
-        }
+        for (int64_t d = 0; d < width; d += LANES) store(to + d, load_elements<F>(row, first + d, head_size, scale));
     }
 }
 
@@ -122,17 +119,19 @@ static void score_tile(const float *query, const float *keys, int64_t head_size,
     }
 }
 
-// Keys in pieces on the outside, so that a piece stays in the first-level cache.
+// Keys in pieces on the outside, each gathered right before it is read, so that it stays in the first-level cache.
+template <KVFormat F>
 static void score_all(const Turn &turn, int64_t num_rows) {
     const int64_t head_size = turn.problem.cache.head_size, padded = padded_keys(head_size);
     for (int first = 0; first < TILE; first += KEYS) {
+        gather_keys<F>(turn, first);
         for (int64_t r = 0; r < num_rows; r += SCORE_ROWS) {
             const int64_t count = min64(SCORE_ROWS, num_rows - r);
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
             turn.next.prefetch_share();
             with_constant<SCORE_ROWS>(count, [&](auto rows) {
-                score_tile<rows>(turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
+                score_tile<rows>(turn.w.query + r * padded, turn.w.keys, head_size,
                                  turn.w.scores + r * TILE + first);
             });
         }
@@ -317,13 +316,12 @@ static int64_t num_register_tiles(int64_t num_rows, int64_t padded) {
 template <KVFormat F>
 static void attend_gathered(const Turn &turn, int64_t num_rows) {
     turn.next.spread(num_register_tiles(num_rows, turn.w.padded));
-    gather_keys<F>(turn);
-    score_all(turn, num_rows);
+    score_all<F>(turn, num_rows);
     soften_all(turn, num_rows);
-    gather_values<F>(turn);
     for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {
         const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
-        weigh_all(turn, GatheredValues{turn.w.values + first * TILE, width}, first, width, num_rows);
+        gather_values<F>(turn, first, width);
+        weigh_all(turn, GatheredValues{turn.w.values, width}, first, width, num_rows);
     }
     turn.next.prefetch_rest();
 }

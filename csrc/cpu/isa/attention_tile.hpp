@@ -68,9 +68,9 @@ struct TileRows {
 // issued evenly, as much as is read of this tile. After a task's last tile comes the next task's first.
 class Prefetcher {
    public:
-    // `num_rows` rows of `row_bytes` bytes.
-    Prefetcher(const char *const *rows, int64_t num_rows, int64_t row_bytes)
-        : row_(rows), end_(rows + num_rows), row_bytes_(row_bytes) {
+    // `num_rows` rows of `row_bytes` bytes: tiles of keys and of values in turns, which are the same where there is one cache.
+    Prefetcher(const char *const *rows, int64_t num_rows, int64_t row_bytes, bool has_one_cache)
+        : first_(rows), row_(rows), end_(rows + num_rows), row_bytes_(row_bytes), has_one_cache_(has_one_cache) {
         find_line();
     }
     // Prefetches `num_bytes` more, line by line.
@@ -78,24 +78,30 @@ class Prefetcher {
         for (; num_bytes > 0 && line_ != nullptr; num_bytes -= LINE) {
             __builtin_prefetch(line_, 0, 2);
             line_ += LINE;
-            if (line_ >= row_end_) ++row_, find_line();
+            if (line_ >= row_end_) find_row();
         }
     }
     // Divides what is left evenly among `num_steps` calls of prefetch_share.
-    void spread(int64_t num_steps) { share_ = ceil_div((end_ - row_) * row_bytes_, num_steps); }
+    void spread(int64_t num_steps) { share_ = ceil_div((end_ - row_) / (1 + has_one_cache_) * row_bytes_, num_steps); }
     QINLINE_MEMBER void prefetch_share() { prefetch(share_); }
     void prefetch_rest() { prefetch((end_ - row_) * round_up(row_bytes_, LINE)); }
 
    private:
     static constexpr int64_t LINE = 64;
 
+    QINLINE_MEMBER void find_row() {
+        ++row_;
+        if (has_one_cache_ && (row_ - first_) % TILE == 0) row_ += TILE;
+        find_line();
+    }
     QINLINE_MEMBER void find_line() {
         line_ = row_ < end_ ? *row_ : nullptr;
         row_end_ = line_ != nullptr ? line_ + row_bytes_ : nullptr;
     }
 
-    const char *const *row_, *const *end_;
+    const char *const *const first_, *const *row_, *const *end_;
     const int64_t row_bytes_;
+    const bool has_one_cache_;
     const char *line_, *row_end_;  // the next line of the present row; null: all has been prefetched
     int64_t share_ = 0;            // bytes
 };
