@@ -176,8 +176,7 @@ MAX_LINES = {
     "quire/media": 850, "quire/models": 4_400, "quire/nn": 900, "quire/observe": 200,
     "quire/program": 700, "quire/quant": 2_050, "quire/router": 2_200, "quire/sampling": 1_300,
     "quire/server": 14_100, "quire/sim": 1_200, "quire/spec": 700, "quire/text": 4_100,
-    "quire/utils": 100, "quire/weights": 2_600,
-    "quire/worker": 2_000,
+    "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_000,
 }  # fmt: skip
 
 

@@ -51,10 +51,11 @@ class Box(NamedTuple):
 
 HEIGHT = 44
 BOXES = (
-    Box("server", "HTTP APIs, the page", 20, 34, 196),
-    Box("cli", "commands", 228, 34, 196),
-    Box("bench", "measuring", 436, 34, 196),
-    Box("sim", "the scheduler without a model", 644, 34, 196),
+    Box("server", "HTTP APIs, the page", 20, 34, 156),
+    Box("router", "many servers", 186, 34, 156),
+    Box("cli", "commands", 352, 34, 156),
+    Box("bench", "measuring", 518, 34, 156),
+    Box("sim", "without a model", 684, 34, 156),
     Box("engine", "LLM, AsyncLLM; both planes meet here", 20, 112, 612),
     Box("text", "templates", 644, 112, 94),
     Box("media", "images", 746, 112, 94),

@@ -39,6 +39,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI's API"),
+    "route": Command("quire.cli.route", "one address in front of many servers of OpenAI's API"),
     "generate": Command("quire.cli.generate", "complete prompts, streaming to the terminal"),
     "chat": Command("quire.cli.chat", "talk to a model in the terminal"),
     "embed": Command("quire.cli.embed", "vectors of texts, as JSON lines or a NumPy array"),

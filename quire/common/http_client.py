@@ -15,6 +15,7 @@ import os
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError, QuireError
@@ -24,8 +25,47 @@ MAX_BODY_BYTES = 256 << 20
 """Of a body that is collected, not handed on."""
 _MAX_CHUNK_LINE = 4096
 _NO_BODY = (204, 304)
+_MAX_SIZE_LEN = 12
+"""Of the line before a chunk that is handed on as it is."""
+_READ_BYTES = 64 << 10
+_MAX_IDLE = 1024
+"""Connections to one server that are kept open."""
 
 Sink = Callable[[bytes], None]
+
+
+class Valve(Protocol):
+    """What stops an answer for a while."""
+
+    def pause(self) -> None:
+        """Read no more until `resume`. Silence is not counted meanwhile."""
+        ...
+
+    def resume(self) -> None:
+        """Read on."""
+        ...
+
+
+class Receiver(Protocol):
+    """What takes an answer as it comes, whatever its status. All of it is called from within the
+    read: it must be quick, and what it raises ends the request."""
+
+    def head(self, answer: HttpResponse, valve: Valve) -> None:
+        """Take status and headers, once, before any piece."""
+        ...
+
+    def piece(self, data: bytes) -> None:
+        """Take a piece of the body."""
+        ...
+
+    def frame(self, data: bytes, start: int) -> None:
+        """Take a piece that came alone, as it was framed: one chunk, whose content is from `start`
+        to before the last two bytes."""
+        ...
+
+    def flush(self) -> None:
+        """Note that no more pieces have come for now."""
+        ...
 
 
 class HttpError(QuireError):
@@ -95,14 +135,24 @@ class HttpClient:
     or `close` it."""
 
     def __init__(
-        self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 600.0
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        connect_timeout_s: float | None = None,
+        host_name: str | None = None,
     ) -> None:
+        """`host_name` is what the server is called, where the URL has but its address."""
         self.address = Address.parse(url)
+        self.host_name = host_name
         self._headers = dict(headers or {})
         _check_headers(self._headers)
         self._timeout_s = timeout_s
-        """Longest silence: while connecting, before the answer, and between two pieces of it."""
+        """Longest silence: before the answer, and between two pieces of it."""
+        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self._idle: list[_Connection] = []
+        self._view = memoryview(bytearray(_READ_BYTES))
         self._tls = ssl.create_default_context() if self.address.is_secure else None
 
     async def __aenter__(self) -> HttpClient:
@@ -124,25 +174,46 @@ class HttpClient:
         Raises HttpError. A cancelled request closes its connection, by which the server learns of
         it.
         """
+        return await self._request(request, sink, None)
+
+    async def relay(self, request: HttpRequest, receiver: Receiver, *, is_safe: bool = True) -> int:
+        """Send, and give the answer to `receiver` as it comes; its status, once it is complete.
+
+        Unless `is_safe`, the request has a new connection: on one that was kept, it could have to
+        be sent twice. Raises HttpError, and what `request` says of cancelling holds.
+        """
+        return (await self._request(request, None, receiver, is_safe=is_safe)).status
+
+    async def _request(
+        self,
+        request: HttpRequest,
+        sink: Sink | None,
+        receiver: Receiver | None,
+        *,
+        is_safe: bool = True,
+    ) -> HttpResponse:
         data = self._encode(request)
-        is_reused = bool(self._idle)
+        is_reused = is_safe and bool(self._idle)
         connection = self._idle.pop() if is_reused else await self._connect()
         try:
-            answer = await connection.exchange(data, sink, self._timeout_s)
-        except HttpError:
+            answer = await connection.exchange(data, sink, self._timeout_s, receiver)
+        except HttpError as error:
             # A server may close an idle connection at any time; nothing of this request has been
             # answered then.
-            if not is_reused or connection.has_answered:
+            if not is_reused or connection.has_answered or error.kind != "broken":
                 raise
             connection = await self._connect()
-            answer = await connection.exchange(data, sink, self._timeout_s)
+            answer = await connection.exchange(data, sink, self._timeout_s, receiver)
         if connection.is_reusable:
-            self._idle.append(connection)
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.abort()
         return answer
 
     def _encode(self, request: HttpRequest) -> bytes:
         fields = {
-            "host": self.address.netloc,
+            "host": self.host_name or self.address.netloc,
             "content-length": str(len(request.body)),
             **self._headers,
             **request.headers,
@@ -154,13 +225,18 @@ class HttpClient:
     async def _connect(self) -> _Connection:
         address, loop = self.address, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    _Connection, address.host, address.port, ssl=self._tls
+                    lambda: _Connection(self._view),
+                    address.host,
+                    address.port,
+                    ssl=self._tls,
+                    server_hostname=self._tls_name,
                 )
         except TimeoutError:
             raise HttpError(
-                f"no connection to {address.netloc} within {self._timeout_s:g} s", kind="connect"
+                f"no connection to {address.netloc} within {self._connect_timeout_s:g} s",
+                kind="connect",
             ) from None
         except OSError as error:  # of several attempts, asyncio joins the texts
             number = error.errno or 0  # of the resolver's errors it is negative
@@ -169,6 +245,13 @@ class HttpClient:
                 f"cannot connect to {address.netloc}: {reason}", kind="connect"
             ) from None
         return connection
+
+    @property
+    def _tls_name(self) -> str | None:
+        """The name in the server's certificate, where it is not the URL's."""
+        if self._tls is None or self.host_name is None:
+            return None
+        return urlsplit(f"//{self.host_name}").hostname
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
@@ -181,10 +264,14 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             )
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection: one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, view: memoryview) -> None:
+        """`view` is what is read into; it may be shared with others of the same loop."""
+        self._view = view
+        self._now = asyncio.get_running_loop().time
+        self._is_between_chunks = False
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._take: Callable[[bytes], bytes] = self._take_head
@@ -192,6 +279,8 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[HttpResponse] | None = None
         self._answer = HttpResponse(0, {})
         self._sink: Sink | None = None
+        self._receiver: Receiver | None = None
+        self._is_paused = False
         self._pieces: list[bytes] = []
         self._num_left = 0
         self._num_collected = 0
@@ -204,7 +293,13 @@ class _Connection(asyncio.Protocol):
     # -- for the client
     # ----------------------------------------------------------------------------------------------
 
-    async def exchange(self, data: bytes, sink: Sink | None, timeout_s: float) -> HttpResponse:
+    async def exchange(
+        self,
+        data: bytes,
+        sink: Sink | None,
+        timeout_s: float,
+        receiver: Receiver | None = None,
+    ) -> HttpResponse:
         """Send one request and take in the answer. Raises HttpError."""
         loop = asyncio.get_running_loop()
         transport, self.has_answered, self.is_reusable = self._transport, False, False
@@ -216,6 +311,7 @@ class _Connection(asyncio.Protocol):
             [],
             0,
         )
+        self._receiver = receiver
         self._take, self._last_s = self._take_head, loop.time()
         transport.write(data)
         try:
@@ -225,19 +321,34 @@ class _Connection(asyncio.Protocol):
             self.abort()
             raise
         finally:
-            self._sink = None
+            self._sink = self._receiver = None
 
     async def _finish(self, done: asyncio.Future[HttpResponse], timeout_s: float) -> HttpResponse:
         """Wait with a limit on silence; the clock is looked at when the limit could have been
         reached, not at each piece."""
         loop = asyncio.get_running_loop()
         while True:
+            if self._is_paused:
+                self._last_s = loop.time()
             left_s = self._last_s + timeout_s - loop.time()
             if left_s <= 0:
                 raise HttpError(f"the server was silent for {timeout_s:g} s", kind="timeout")
             await asyncio.wait([done], timeout=left_s)
             if done.done():
                 return done.result()
+
+    def pause(self) -> None:
+        """See `Valve`."""
+        if self._transport is not None and not self._is_over and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """See `Valve`."""
+        if self._transport is not None and self._is_paused:
+            self._is_paused = False
+            self._last_s = asyncio.get_running_loop().time()
+            self._transport.resume_reading()
 
     def abort(self) -> None:
         """Close at once."""
@@ -252,16 +363,45 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """asyncio reads into this, and says so at once; so one is enough for a client."""
+        return self._view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what was read."""
+        data = bytes(self._view[:nbytes])
+        self._last_s = self._now()
+        if self._is_between_chunks and not (self._buffer or self._is_over) and self._frame(data):
+            return
+        self._parse(data)
+
+    def _frame(self, data: bytes) -> bool:
+        """Hand a single chunk on as it is: that is what a token of a stream comes as."""
+        end = data.find(b"\r\n", 0, _MAX_SIZE_LEN)
+        if self._receiver is None or end < 1 or not data.endswith(b"\r\n"):
+            return False
+        size = len(data) - end - 4
+        # told by its one spelling: what others might read otherwise is not passed on
+        if size < 1 or data[:end] != b"%x" % size:
+            return False
+        try:
+            self._receiver.frame(data, end + 2)
+        except Exception as error:
+            self._fail(error)
+        return True
+
+    def _parse(self, data: bytes) -> None:
         """Parse as far as it goes."""
-        self._last_s = asyncio.get_running_loop().time()
         self._buffer = self._buffer + data if self._buffer else data
         try:
             while self._buffer and not self._is_over:
                 before, take = self._buffer, self._take
+                self._is_between_chunks = False
                 self._buffer = take(before)
                 if self._buffer is before and self._take == take:
                     break
+            if self._receiver is not None:
+                self._receiver.flush()
         except (
             Exception
         ) as error:  # a sink's, too: it belongs to the caller that waits for this answer
@@ -307,6 +447,8 @@ class _Connection(asyncio.Protocol):
 
     def _begin_body(self, version: str) -> None:
         answer, headers = self._answer, self._answer.headers
+        if self._receiver is not None:
+            self._receiver.head(answer, self)
         if not 200 <= answer.status < 300:
             self._sink = None
         self._keeps = keeps = (
@@ -365,6 +507,7 @@ class _Connection(asyncio.Protocol):
         if len(data) < 2:  # the line end after a chunk
             return data
         self._take = self._take_chunk_line
+        self._is_between_chunks = True
         return data[2:]
 
     def _take_trailers(self, data: bytes) -> bytes:
@@ -376,6 +519,9 @@ class _Connection(asyncio.Protocol):
         return data if end < 0 else data[end + 2 :]
 
     def _give(self, piece: bytes) -> None:
+        if self._receiver is not None:
+            self._receiver.piece(piece)
+            return
         if self._sink is not None:
             self._sink(piece)
             return

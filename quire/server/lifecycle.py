@@ -68,20 +68,20 @@ class Settings(NamedTuple):
 def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
     """Serve until told to end; the exit code. Raises ConfigError,
     or EngineError if the model cannot be loaded."""
-    say = _without_errors(say)
+    say = without_errors(say)
     keys = _check(settings.api, settings.api_keys)
-    settings = settings._replace(api=_with_room_for_connections(settings.api, say))
+    settings = settings._replace(api=with_room_for_connections(settings.api, say))
     tracer = _tracer(settings.api, prepared.planned.plan.config.model)
     try:
         with listen(settings.serve) as listener:
             return asyncio.run(Lifecycle(settings, keys, say, tracer).run(prepared, listener))
     finally:
-        _end_quietly()
+        end_quietly()
         if tracer is not None:
             tracer.close()
 
 
-def _end_quietly() -> None:
+def end_quietly() -> None:
     """Nothing is left that a signal could end sooner,
     and the interpreter forgets handlers of Python's before it is done."""
     for number in _SIGNALS:
@@ -89,7 +89,7 @@ def _end_quietly() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _without_errors(say: Say) -> Say:
+def without_errors(say: Say) -> Say:
     def quietly(text: str) -> None:
         # a full disk, a reader that is gone, a closed stream
         with contextlib.suppress(OSError, ValueError):
@@ -107,7 +107,7 @@ def _check(config: ApiConfig, keys: str | None) -> KeyRing:
     return read_keys(config, keys)
 
 
-def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
+def with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
     """Return the config with as many connections as this process may open files: a server without a
     file to spare could not accept the connection that it would refuse, nor replace its engine.
     """
@@ -153,6 +153,38 @@ def listen(config: ServeConfig) -> Iterator[socket.socket]:
         yield listener
 
 
+class EndSignals:
+    """The signals that end a server: the first one tells it to, the second one means at once."""
+
+    def __init__(self) -> None:
+        self.has_been_told = asyncio.Event()
+        self.is_aborted = asyncio.Event()
+        self._num_signals = 0
+
+    def handle(self) -> None:
+        """Until the process ends: handlers of the event loop's would go with it,
+        and a late signal print a traceback."""
+        loop = asyncio.get_running_loop()
+
+        def tell(number: int, frame: object) -> None:
+            # the loop is closed: the process is about to end
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self.tell)
+
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, tell)
+
+    def tell(self) -> None:
+        """Note a signal."""
+        self._num_signals += 1
+        self.has_been_told.set()
+        if self._num_signals > 1:
+            self.is_aborted.set()
+            # it would print a traceback of each task that is cut off
+            logging.getLogger("uvicorn.error").disabled = True
+
+
 class Lifecycle:
     """One server from its first to its last moment."""
 
@@ -163,9 +195,9 @@ class Lifecycle:
         self._tracer = tracer
         self._keys = keys
         self._say = say
-        self._num_signals = 0
-        self._has_been_told = asyncio.Event()
-        self._is_aborted = asyncio.Event()
+        signals = EndSignals()
+        self._signals = signals
+        self._has_been_told, self._is_aborted = signals.has_been_told, signals.is_aborted
 
     async def run(self, prepared: PreparedModel, listener: socket.socket) -> int:
         """Serve on `listener`."""
@@ -179,7 +211,7 @@ class Lifecycle:
             prepared, supervised(prepared, watch, has_json_logs=self._settings.api.json_logs)
         )
         client.link.start()  # first of all: the model loads while the rest is imported
-        self._handle_signals()
+        self._signals.handle()
         asyncio.get_running_loop().set_exception_handler(ExhaustionLog())
         try:
             server = self._server(client)
@@ -255,32 +287,12 @@ class Lifecycle:
 
         config = self._settings.api
         app = build_app(config, client, self._keys, self._tracer)
-        return _Server(uvicorn_config(app, config, timeout_graceful_shutdown=int(_LAST_WRITES_S)))
-
-    def _handle_signals(self) -> None:
-        """Until the process ends: handlers of the event loop's would go with it,
-        and a late signal print a traceback."""
-        loop = asyncio.get_running_loop()
-
-        def tell(number: int, frame: object) -> None:
-            # the loop is closed: the process is about to end
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._tell)
-
-        for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, tell)
-
-    def _tell(self) -> None:
-        self._num_signals += 1
-        self._has_been_told.set()
-        if self._num_signals > 1:
-            self._is_aborted.set()
-            # it would print a traceback of each task that is cut off
-            logging.getLogger("uvicorn.error").disabled = True
+        return QuietServer(
+            uvicorn_config(app, config, timeout_graceful_shutdown=int(_LAST_WRITES_S))
+        )
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn's server without its own ideas about signals."""
 
     @contextlib.contextmanager

@@ -40,6 +40,10 @@ class ChunkWriter:
         """See `Writer`: one more chunk."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
+    def write_frame(self, data: bytes) -> None:
+        """Write one more chunk that has its frame."""
+        self._transport.write(data)
+
 
 class RequestCycle(RequestResponseCycle):
     """One request and its answer, on one connection."""

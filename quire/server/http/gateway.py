@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 from itertools import chain
+from typing import Protocol
 
 import msgspec
 from starlette._utils import get_route_path
@@ -30,7 +31,6 @@ from quire.server.http.call import Call, attach
 from quire.server.http.cors import Cors
 from quire.server.http.errors import ApiError, bad_request, from_exception
 from quire.server.http.quota_check import QuotaCheck
-from quire.server.ops.metrics import Metrics
 from quire.server.ops.static_page import PATHS as PAGE_PATHS
 from quire.server.quota.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
 
@@ -61,6 +61,14 @@ Fields = dict[bytes, bytes]
 What must be there only once is looked for in `Headers`."""
 
 
+class ExchangeCounter(Protocol):
+    """What is told of every exchange."""
+
+    def http_finished(self, method: str, path: str, status: int, elapsed_s: float) -> None:
+        """Count one."""
+        ...
+
+
 class Gateway:
     """ASGI application around the router."""
 
@@ -69,7 +77,7 @@ class Gateway:
         app: ASGIApp,
         config: ApiConfig,
         keys: KeyRing,
-        metrics: Metrics,
+        metrics: ExchangeCounter,
         quota: QuotaCheck | None = None,
     ) -> None:
         self._app = app

@@ -1,0 +1,179 @@
+"""The five policies, and the one object that a router or a simulator holds: `Balancer`.
+
+A policy chooses among replicas that can take the request; health is not its business. Ties are
+never broken by chance: equal routers with equal histories choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from quire.router.policies.ask import Ask
+from quire.router.policies.load import LoadShare, ReplicaLoad
+from quire.router.policies.memory import PrefixMemory
+from quire.router.policies.ranking import ranked, with_room
+
+DEFAULT_LOAD_FACTOR = 1.2
+"""Of the mean of requests in flight, what one replica may have before a session or a prefix goes
+elsewhere."""
+DEFAULT_MEMORY_CHUNKS = 1 << 16
+"""For each replica: 8 million tokens in chunks of 128, in some 7 MB."""
+
+Loads = Sequence[ReplicaLoad]
+Memories = Mapping[str, PrefixMemory]
+
+
+class RoutingPolicy(Protocol):
+    """A way to choose. `loads` is not empty, and in the order in which replicas were added."""
+
+    def choose(self, ask: Ask, loads: Loads, memories: Memories) -> ReplicaLoad:
+        """Return the replica for a request."""
+        ...
+
+
+class RoundRobin:
+    """Each in turn."""
+
+    def __init__(self, load_factor: float) -> None:
+        self._num_chosen = 0
+
+    def choose(self, ask: Ask, loads: Loads, memories: Memories) -> ReplicaLoad:
+        """See `RoutingPolicy`."""
+        self._num_chosen += 1
+        return loads[(self._num_chosen - 1) % len(loads)]
+
+
+class LeastLoad:
+    """The one with the fewest tokens in flight; among equals, the one chosen least often."""
+
+    def __init__(self, load_factor: float) -> None:
+        pass
+
+    def choose(self, ask: Ask, loads: Loads, memories: Memories) -> ReplicaLoad:
+        """See `RoutingPolicy`."""
+        return min(loads, key=_load_order)
+
+
+class Sessions:
+    """A session's replica is the same in every router, unless it has no room. A request without a
+    session goes where the load is least."""
+
+    def __init__(self, load_factor: float) -> None:
+        self._load_factor = load_factor
+
+    def choose(self, ask: Ask, loads: Loads, memories: Memories) -> ReplicaLoad:
+        """See `RoutingPolicy`."""
+        if ask.session is None:
+            return min(loads, key=_load_order)
+        room = with_room(loads, self._load_factor)
+        return ranked(ask.session.encode("utf-8", "surrogatepass"), room)[0]
+
+
+class PrefixAware:
+    """The longest beginning that was sent somewhere, among replicas with room.
+
+    Among those that know equally much, the hash of the first chunk that none of them knows decides:
+    that of a conversation, once a beginning which many share is everywhere. So routers agree that
+    have never seen each other's requests.
+    """
+
+    def __init__(self, load_factor: float) -> None:
+        self._load_factor = load_factor
+
+    def choose(self, ask: Ask, loads: Loads, memories: Memories) -> ReplicaLoad:
+        """See `RoutingPolicy`."""
+        if not ask.chunks:
+            return min(loads, key=_load_order)
+        room = with_room(loads, self._load_factor)
+        matches = [memories[load.name].match(ask.chunks) for load in room]
+        most = max(matches)
+        best = [load for load, match in zip(room, matches, strict=True) if match == most]
+        return ranked(_key(ask, most), best)[0]
+
+
+class KvAware:
+    """The one that would answer soonest: the prompt tokens that it lacks, and the tokens that are
+    in flight there.
+
+    A beginning that many share draws requests only as long as waiting for it is cheaper than
+    computing it once more, after which another replica has it, too; and the bound on requests in
+    flight holds here as well.
+    """
+
+    def __init__(self, load_factor: float) -> None:
+        self._load_factor = load_factor
+
+    def choose(self, ask: Ask, loads: Loads, memories: Memories) -> ReplicaLoad:
+        """See `RoutingPolicy`."""
+        room = with_room(loads, self._load_factor)
+        matches = {load.name: memories[load.name].match(ask.chunks) for load in room}
+        costs = [ask.num_uncached(matches[load.name]) + load.tokens for load in room]
+        least = min(costs)
+        best = [load for load, cost in zip(room, costs, strict=True) if cost == least]
+        if len(best) == 1 or not ask.chunks:
+            return min(best, key=_load_order)
+        return ranked(_key(ask, max(matches[load.name] for load in best)), best)[0]
+
+
+POLICIES: Mapping[str, Callable[[float], RoutingPolicy]] = {
+    "round-robin": RoundRobin,
+    "least-load": LeastLoad,
+    "session": Sessions,
+    "prefix-aware": PrefixAware,
+    "kv-aware": KvAware,
+}
+
+
+class Balancer:
+    """A policy with what it knows of each replica. Knows no addresses and no health."""
+
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        max_chunks: int = DEFAULT_MEMORY_CHUNKS,
+    ) -> None:
+        self._policy = policy
+        self._max_chunks = max_chunks
+        self._memories: dict[str, PrefixMemory] = {}
+
+    def add(self, name: str) -> ReplicaLoad:
+        """Return the account of a new replica."""
+        self._memories[name] = PrefixMemory(self._max_chunks)
+        return ReplicaLoad(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a replica."""
+        self._memories.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """Forget what a replica has cached: it was gone for a while."""
+        if name in self._memories:
+            self._memories[name].clear()
+
+    def send(self, ask: Ask, loads: Loads) -> tuple[LoadShare, int]:
+        """Choose, and account for the request; its flight, and the prompt tokens that the replica
+        should have cached.
+        """
+        load = self._policy.choose(ask, loads, self._memories)
+        memory = self._memories[load.name]
+        num_uncached = ask.num_uncached(memory.match(ask.chunks))
+        memory.add(ask.chunks)
+        num_cached = max(0, ask.num_prompt_tokens - num_uncached)
+        return LoadShare(load, num_uncached, ask.num_output_tokens), num_cached
+
+
+def make_balancer(
+    policy: str, load_factor: float = DEFAULT_LOAD_FACTOR, max_chunks: int = DEFAULT_MEMORY_CHUNKS
+) -> Balancer:
+    """Return a balancer with a policy of `POLICIES`."""
+    return Balancer(POLICIES[policy](load_factor), max_chunks)
+
+
+def _load_order(load: ReplicaLoad) -> tuple[float, int, int]:
+    return load.tokens, load.num_requests, load.num_chosen
+
+
+def _key(ask: Ask, num_known: int) -> bytes:
+    """Return what tells this prompt from others that begin with the same `num_known` chunks."""
+    return ask.chunks[min(num_known, len(ask.chunks) - 1)].to_bytes(8, "little")

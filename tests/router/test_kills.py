@@ -1,0 +1,84 @@
+"""Requests through back ends that are killed all the time: none lost, none doubled.
+
+A stream that has begun when its back end dies cannot go on elsewhere without repeating tokens: it
+ends with an error event, and that is the one thing that may happen to it. Every other request is
+answered as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from fake_backend import FakeBackend, answer_text, backends
+from routed import Routed, routed, words
+
+pytestmark = pytest.mark.slow
+
+NUM_REQUESTS = 10_000
+NUM_CLIENTS = 64
+
+
+async def _kill_and_start(made: list[FakeBackend], chance: random.Random) -> None:
+    """Kill one of them again and again; the others are always there."""
+    while True:
+        victim = chance.choice(made)
+        await victim.kill()
+        await asyncio.sleep(chance.uniform(0.01, 0.1))
+        await victim.start()
+        await asyncio.sleep(chance.uniform(0.01, 0.1))
+
+
+async def _ask(up: Routed, number: int) -> str:
+    """One request; what became of it."""
+    body: dict[str, Any] = {
+        "model": "m",
+        "prompt": f"r{number}",
+        "max_tokens": 1 + number % 7,
+    }
+    if number % 2:
+        answer = await up.post("/v1/completions", body)
+        assert answer.status == 200, answer.body
+        assert json.loads(answer.body)["text"] == answer_text(body)
+        return "whole"
+    events = await up.stream(body)
+    if events[-1] == "[DONE]":
+        assert words(events) == answer_text(body)
+        return "whole"
+    said = [event["word"] for event in events[:-1]]
+    assert events[-1]["error"]["code"] == "backend_failed", events[-1]
+    assert said and said == answer_text(body).split()[: len(said)]
+    return "cut"
+
+
+def test_ten_thousand_requests_through_kills() -> None:
+    outcomes = Counter[str]()
+
+    async def client(up: Routed, numbers: list[int]) -> None:
+        while numbers:
+            outcomes[await _ask(up, numbers.pop())] += 1
+
+    async def run() -> None:
+        async with (
+            backends("a", "b", "c", "d") as made,
+            routed(*(each.url for each in made), policy="least-load", health_interval_s=0.02) as up,
+        ):
+            for each in made:
+                each.gap_s = 0.001
+            killing = asyncio.create_task(_kill_and_start(made, random.Random(5)))
+            numbers = list(range(NUM_REQUESTS))
+            await asyncio.gather(*(client(up, numbers) for _ in range(NUM_CLIENTS)))
+            killing.cancel()
+            loads = [replica.load for replica in up.app.fleet.replicas]
+            assert [(load.num_requests, load.tokens) for load in loads] == [(0, 0)] * 4
+            failed = sum(
+                replica.num_by_outcome.get("failed", 0) for replica in up.app.fleet.replicas
+            )
+            assert failed > 100, "the kills have hit nothing"
+
+    asyncio.run(run())
+    assert sum(outcomes.values()) == NUM_REQUESTS and outcomes["whole"] > 0.9 * NUM_REQUESTS
