@@ -6,12 +6,24 @@ quire simulate --seeds 1000 --overlap       the same, with each step planned whi
 runs quire simulate --seeds 1000 --liveness      faults stop early; everything must then end in time
 quire simulate --trace conv.csv.gz          replay a trace and report memory, cache hits and the
 cost of a step
+quire simulate --trace conv.csv.gz --fleet 4 --num-blocks 20000     the same over four replicas
+behind the router: waits, hits and balance
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config.limits import SchedulerLimits
+from quire.config.route import ROUTING_POLICIES
+from quire.core.step_cost import UnitCosts
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.sim.traces import Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +69,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         help="virtual microseconds per computed token (trace only)",
     )
+    fleet = parser.add_argument_group("fleet options", "with --trace and --fleet")
+    fleet.add_argument("--fleet", type=int, metavar="N", help="replay over N replicas and a router")
+    fleet.add_argument(
+        "--policy", choices=ROUTING_POLICIES, default="kv-aware", help="as of quire route"
+    )
+    fleet.add_argument(
+        "--speed", type=float, default=1.0, help="requests come so many times as fast as recorded"
+    )
+    fleet.add_argument(
+        "--step-costs",
+        type=Path,
+        metavar="FILE",
+        help="what steps cost as an engine has measured it: its step-costs file, in place of "
+        "--step-ms and --token-us",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status is 0 if everything was as it must be."""
+    if args.fleet is not None:
+        return _simulate_fleet(args)
     return _replay(args) if args.trace is not None else _simulate(args)
 
 
@@ -95,12 +124,17 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from quire.config.limits import SchedulerLimits
-    from quire.errors import ConfigError
     from quire.sim.replay import StepTimeModel, replay
     from quire.sim.traces import read_trace
 
     trace = read_trace(args.trace, limit=args.limit)
+    costs = StepTimeModel(args.step_ms / 1e3, args.token_us / 1e6)
+    report = replay(trace, _limits(args, trace), costs)
+    print("\n".join(report.lines()))
+    return 0 if report.num_complete == report.num_requests else 1
+
+
+def _limits(args: argparse.Namespace, trace: Trace) -> SchedulerLimits:
     if args.num_blocks == "unbounded":
         num_blocks = trace.num_blocks_without_eviction(args.block_size)
     elif args.num_blocks.isdecimal():
@@ -110,9 +144,43 @@ def _replay(args: argparse.Namespace) -> int:
     max_model_len = max(
         request.num_prompt_tokens + request.num_output_tokens for request in trace.requests
     )
-    limits = SchedulerLimits(
+    return SchedulerLimits(
         num_blocks, args.block_size, args.max_num_seqs, args.max_num_batched_tokens, max_model_len
     )
-    report = replay(trace, limits, StepTimeModel(args.step_ms / 1e3, args.token_us / 1e6))
+
+
+def _simulate_fleet(args: argparse.Namespace) -> int:
+    from quire.sim.fleet import FleetSettings, simple_costs, simulate_fleet
+    from quire.sim.traces import read_trace
+
+    if args.trace is None:
+        raise ConfigError("--fleet replays a trace; say which: --trace FILE")
+    for name in ("fleet", "speed", "step_ms", "token_us"):
+        if not getattr(args, name) > 0:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}={getattr(args, name)} must be above 0")
+    trace = read_trace(args.trace, limit=args.limit)
+    costs = (
+        simple_costs(args.step_ms / 1e3, args.token_us / 1e6)
+        if args.step_costs is None
+        else _read_costs(args.step_costs)
+    )
+    settings = FleetSettings(
+        args.fleet, _limits(args, trace), costs, policy=args.policy, speed=args.speed
+    )
+    report = simulate_fleet(trace, settings)
     print("\n".join(report.lines()))
     return 0 if report.num_complete == report.num_requests else 1
+
+
+def _read_costs(path: Path) -> UnitCosts:
+    """Return what an engine has learned of its steps. Raises ConfigError."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        pairs = zip(record["estimate"], record["ratios"], strict=True)
+        costs = UnitCosts(*(float(unit_s) * float(ratio) for unit_s, ratio in pairs))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} holds no step costs: {type(error).__name__}") from None
+    if not all(0 < unit_s < 1e6 for unit_s in costs):
+        raise ConfigError(f"{path} holds step costs that are not above 0: {tuple(costs)}")
+    return costs

@@ -38,9 +38,12 @@ class RouteConfig:
         "x-session-id",
         "header that names a request's session; else prompt_cache_key or user of its body does",
     )
-    load_factor: float = _option(
-        1.2,
-        "requests in flight that one back end may have, of their mean, before others get them",
+    load_factor: float | None = _option(
+        None,
+        (
+            "requests in flight that one back end may have, of their mean, before others get them "
+            "(default: 1.5 for kv-aware, else 1.3)"
+        ),
     )
     chunk_bytes: int = _option(512, "prompts are compared in chunks of so many bytes")
     memory_chunks: int = _option(
@@ -99,7 +102,7 @@ class RouteConfig:
                 raise ConfigError(f"{item.name}={value!r} must be a number above 0")
         if self.port > 65535:
             raise ConfigError(f"port={self.port} must be from 0 to 65535")
-        if self.load_factor < 1:
+        if self.load_factor is not None and self.load_factor < 1:
             raise ConfigError(
                 f"load_factor={self.load_factor} must be at least 1: not all back ends can have "
                 "less than the mean"

@@ -54,3 +54,37 @@ def test_a_bad_number_of_blocks_is_named(tmp_path: Path) -> None:
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,30,9\n")
     with pytest.raises(ConfigError, match="--num-blocks='many'"):
         _run("--trace", str(trace), "--num-blocks", "many")
+
+
+def test_a_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, costs = tmp_path / "t.csv", tmp_path / "costs.json"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,30,9\n0.1,50,4\n0.2,8,1\n")
+    costs.write_text('{"estimate": [1, 1, 1, 1, 1, 1], "ratios": [1, 2, 0.5, 1, 1, 1]}')
+    words = ("--trace", str(trace), "--fleet", "2", "--policy", "round-robin")
+    assert _run(*words) == 0
+    quick = capsys.readouterr().out
+    assert "3 of 3 complete; by replica 2, 1" in quick and "median" in quick
+    assert _run(*words, "--step-costs", str(costs)) == 0
+    assert capsys.readouterr().out != quick
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--fleet", "2"), "--trace FILE"),
+        (("--fleet", "0", "--trace", "x"), "--fleet=0"),
+        (("--fleet", "2", "--trace", "x", "--speed", "0"), "--speed=0"),
+    ],
+)
+def test_a_fleet_that_cannot_be(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _run(*words)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"estimate": [0, 0, 0, 0, 0, 0], "ratios": [1]}'])
+def test_step_costs_that_are_none(tmp_path: Path, text: str) -> None:
+    trace, costs = tmp_path / "t.csv", tmp_path / "costs.json"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,30,9\n")
+    costs.write_text(text)
+    with pytest.raises(ConfigError, match="step costs"):
+        _run("--trace", str(trace), "--fleet", "1", "--step-costs", str(costs))

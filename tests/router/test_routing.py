@@ -203,6 +203,7 @@ def test_without_a_back_end_requests_wait_a_while_and_are_told_when_to_come_back
 
 def test_models_are_merged_and_requests_go_to_those_that_serve_theirs() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        await until(lambda: all(each.models for each in up.app.fleet.replicas))
         made[0].models, made[1].models = ("m", "x"), ("m", "y")
         for replica in up.app.fleet.replicas:
             replica.models = None

@@ -31,5 +31,6 @@ def with_room(loads: Sequence[ReplicaLoad], factor: float) -> list[ReplicaLoad]:
     with one more, in the order given. There is always one: the least loaded.
     """
     num_requests = 1 + sum(load.num_requests for load in loads)
-    most = math.ceil(factor * num_requests / len(loads))
+    mean = num_requests / len(loads)
+    most = max(math.ceil(mean), math.floor(factor * mean))
     return [load for load in loads if load.num_requests + 1 <= most]
