@@ -25,6 +25,7 @@ from typing import NoReturn
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from quire.errors import InvalidParameterError
+from quire.media.lookup import look_up
 from quire.media.sources import MediaAccess
 
 MAX_BYTES = 32 << 20
@@ -196,8 +197,7 @@ class _Fetcher:
     def _address(self, host: str, port: int) -> str:
         """Return an address of a host that was allowed, if all of them are public."""
         is_named = host == "localhost" or _is_address(host)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = [str(each[4][0]) for each in found]
+        addresses = look_up(host, port, self._left())
         if not addresses or not (is_named or all(map(is_public, addresses))):
             self.refuse(f"{host[:_SHOWN]!r} has an address that is not public")
         return addresses[0]

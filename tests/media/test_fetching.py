@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameterError
-from quire.media import fetching
+from quire.media import fetching, lookup
 from quire.media.fetching import fetch, is_public
 from quire.media.sources import MediaAccess
 
@@ -187,6 +187,29 @@ def test_names_with_private_addresses_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     _refused("http://images.example/x", MediaAccess(("images.example",)), "not public")
     assert connections == []
+
+
+def test_a_name_that_nobody_answers_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do names that are asked for again and again take a thread each."""
+    may_answer, asked = threading.Event(), []
+
+    def hang(*_: Any, **__: Any) -> list[Any]:
+        asked.append(threading.current_thread())
+        may_answer.wait(30)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(lookup, "_FREE", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(fetching, "FETCH_S", 0.1)
+    started = time.monotonic()
+    for _ in range(4):
+        _refused("http://slow.example/x", MediaAccess(("slow.example",)), "not fetched within")
+    assert time.monotonic() - started < 5.0 and len(asked) == 2
+    may_answer.set()
+    for thread in asked:
+        thread.join(10)
+    monkeypatch.setattr(fetching, "FETCH_S", 10.0)
+    _refused("http://slow.example/x", MediaAccess(("slow.example",)), "cannot be fetched: OSError")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def refuse_media(mm_processor_kwargs: object) -> None:
     """Raises NotAvailableError where options of media are given."""
     if mm_processor_kwargs:
         raise NotAvailableError(
-            "mm_processor_kwargs is not available in this version; prompts are text or token ids"
+            "mm_processor_kwargs is not available in this version; images are prepared as the "
+            "model's preprocessor_config.json says"
         )
 
 

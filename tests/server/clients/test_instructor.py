@@ -37,7 +37,16 @@ def ask(client: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "mode", ["FUNCTIONS", "TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"]
+    "mode",
+    [
+        "FUNCTIONS",
+        "TOOLS",
+        "TOOLS_STRICT",
+        "JSON_O1",
+        "JSON_SCHEMA",
+        "RESPONSES_TOOLS",
+        "RESPONSES_TOOLS_WITH_INBUILT_TOOLS",
+    ],
 )
 def test_modes_of_openai(server: RunningServer, mode: str) -> None:
     with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=60) as plain:
@@ -53,13 +62,15 @@ def test_a_stream_of_parts(server: RunningServer) -> None:
         assert last.city in ("Oslo", "Rome")
 
 
-@pytest.mark.parametrize("mode", ["ANTHROPIC_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"])
+@pytest.mark.parametrize(
+    "mode", ["ANTHROPIC_TOOLS", "ANTHROPIC_REASONING_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"]
+)
 def test_modes_of_anthropic(server: RunningServer, mode: str) -> None:
     with anthropic.Anthropic(
         base_url=server.url, api_key="none", max_retries=0, timeout=60
     ) as plain:
         client = instructor.from_anthropic(plain, mode=instructor.Mode[mode])
-        if mode == "ANTHROPIC_TOOLS":
+        if mode != "ANTHROPIC_PARALLEL_TOOLS":
             assert ask(client).city in ("Oslo", "Rome")
         else:  # where the model may call or not
             assert all(
