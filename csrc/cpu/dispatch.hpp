@@ -239,9 +239,9 @@ struct LoraRows {
 struct KernelTable {
     const char *name;
     // projections
-    int tile_rows;          // of a tile, at most, unless it is one of matrices
-    int64_t integer_bytes;  // of one element of quantized rows
-    bool has_bf16_dots;     // multiplies pairs of bfloat16 with pairs of bfloat16
+    int tile_rows;  // of a tile, at most, unless it is one of matrices
+    int64_t int8_input_bytes, int4_input_bytes;  // of one element of rows that are quantized for such weights
+    bool has_bf16_dots;  // multiplies pairs of bfloat16 with pairs of bfloat16
     // The `depth` of InputRows that this projection of so many rows wants; null: always 0
     int (*matrix_depth)(const LinearWeight &weight, bool is_bf16, int64_t num_rows);
     // Rows of x [T, K] to tiles [first, last) of `out`; `spare`: out.tile_rows * row_words words of scratch.
@@ -293,6 +293,7 @@ struct KernelTable {
     int64_t (*probe_floats)(int64_t rounds);
     int64_t (*probe_pairs)(int64_t rounds);  // of bfloat16
     int64_t (*probe_integers)(int64_t rounds);
+    int64_t (*probe_half_bytes)(int64_t rounds);  // weights of four bits
     void (*probe_read)(const void *data, int64_t num_bytes);
 };
 

@@ -74,7 +74,8 @@ static void multiply_all(const Projection &task) {
 
 InputRows form_of(const KernelTable &table, const LinearWeight &weight, DType dtype, int64_t num_rows) {
     const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
-    const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
+    const int64_t integer = weight.format == WeightFormat::int4 ? table.int4_input_bytes : table.int8_input_bytes;
+    const int64_t element = weight.has_int8_inputs ? integer : size_of(is_bf16 ? DType::bf16 : DType::f32);
     const int depth = table.matrix_depth == nullptr ? 0 : table.matrix_depth(weight, is_bf16, num_rows);
     const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(float)};
     const int64_t num_tiles = ceil_div(num_rows, depth > 0 ? MATRIX_ROWS : table.tile_rows);

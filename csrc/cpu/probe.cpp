@@ -46,6 +46,7 @@ static void bind_probe(nb::module_ &m) {
     m.def("probe_floats", [](int64_t rounds) { return rate(kernels().probe_floats, rounds); }, release());
     m.def("probe_pairs", [](int64_t rounds) { return rate(kernels().probe_pairs, rounds); }, release());
     m.def("probe_integers", [](int64_t rounds) { return rate(kernels().probe_integers, rounds); }, release());
+    m.def("probe_half_bytes", [](int64_t rounds) { return rate(kernels().probe_half_bytes, rounds); }, release());
     m.def("probe_read", &read_rate, release());
 }
 static const Registration registration(bind_probe);

@@ -61,6 +61,8 @@ class Limits:
     bf16_ops_per_s: float
     """Of instructions for bfloat16, where there are some."""
     integer_ops_per_s: float
+    half_byte_ops_per_s: float
+    """Of int8 inputs and weights of four bits."""
     read_bytes_per_s: float
 
 
@@ -97,6 +99,9 @@ def measure_limits() -> Limits:
         float_ops_per_s=max(_native.probe_floats(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
         bf16_ops_per_s=max(_native.probe_pairs(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
         integer_ops_per_s=max(_native.probe_integers(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
+        half_byte_ops_per_s=max(
+            _native.probe_half_bytes(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)
+        ),
         read_bytes_per_s=max(
             _native.probe_read(data.data_ptr(), data.nbytes) for _ in range(_NUM_PROBES)
         ),
@@ -134,8 +139,9 @@ def measure_linear(
 
 
 def _peak(kind: str, limits: Limits) -> float:
-    if KINDS[kind].has_int8_inputs:
-        return limits.integer_ops_per_s
+    weights = KINDS[kind]
+    if weights.has_int8_inputs:
+        return limits.half_byte_ops_per_s if weights.bits == 4 else limits.integer_ops_per_s
     return limits.bf16_ops_per_s if kind == "bf16" else limits.float_ops_per_s
 
 
@@ -146,6 +152,7 @@ def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
         "GFLOP/s in float32, "
         f"{limits.bf16_ops_per_s / 1e9:.0f} in bfloat16, "
         f"{limits.integer_ops_per_s / 1e9:.0f} Gop/s in int8, "
+        f"{limits.half_byte_ops_per_s / 1e9:.0f} with weights of four bits, "
         f"reads {limits.read_bytes_per_s / 1e9:.1f} GB/s"
     )
     yield ""

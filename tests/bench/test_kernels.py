@@ -14,7 +14,7 @@ from quire.cli.main import main
 from quire.errors import ConfigError
 from quire.kernels import cpu
 
-LIMITS = Limits("avx9", 2, 100e9, 200e9, 400e9, 10e9)
+LIMITS = Limits("avx9", 2, 100e9, 200e9, 400e9, 500e9, 10e9)
 
 
 @pytest.fixture
@@ -36,7 +36,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_shares_follow_from_the_time(kind: str) -> None:
     (time,) = measure_linear(kind, (32, 256), [3], LIMITS)
     float_peak = LIMITS.bf16_ops_per_s if kind == "bf16" else LIMITS.float_ops_per_s
-    peak = LIMITS.integer_ops_per_s if KINDS[kind].has_int8_inputs else float_peak
+    integer_peak = (
+        LIMITS.half_byte_ops_per_s if KINDS[kind].bits == 4 else LIMITS.integer_ops_per_s
+    )
+    peak = integer_peak if KINDS[kind].has_int8_inputs else float_peak
     size = KINDS[kind].group_size or 256
     num_bytes = 32 * 256 * KINDS[kind].bits // 8 + (
         32 * 4 * (256 // size) if KINDS[kind].bits < 16 else 0
@@ -57,8 +60,8 @@ def test_unknown_kinds_and_groups_that_do_not_fit() -> None:
 def test_the_table() -> None:
     lines = list(render(LIMITS, [LinearTime("bf16", 4, 1e-3, 20e9, 5e9, 0.2, 0.5)]))
     assert lines[0] == (
-        "avx9, 2 threads: 100 GFLOP/s in float32, 200 in bfloat16, 400 Gop/s in int8, reads "
-        "10.0 GB/s"
+        "avx9, 2 threads: 100 GFLOP/s in float32, 200 in bfloat16, 400 Gop/s in int8, "
+        "500 with weights of four bits, reads 10.0 GB/s"
     )
     assert lines[-1] == "| bf16 | 4 | 1000 | 20 | 20% | 5.00 | 50% | 50% |"
 

@@ -11,9 +11,9 @@
 
 namespace quire::QUIRE_ISA {
 
-// Panels side by side in a tile of `rows`, as the registers allow.
-constexpr int max_panels(int rows) {
-    if (LANES == 16) return (rows <= 6 ? 4 : 2) / QUAD_WORDS;
+// Panels side by side in a tile of `rows`, as the registers allow. `num_parts`: multiplications of a line.
+constexpr int max_panels(int rows, int num_parts) {
+    if (LANES == 16) return (rows <= 6 ? 4 : 2) / num_parts;
     if (LANES == 8) return rows == 1 ? 4 : rows == 2 ? 2 : 1;
     return 1;
 }
@@ -44,9 +44,22 @@ QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bits (
     if constexpr (PART + 1 < NUM_PARTS) accumulate<ROWS, VECS, PART + 1>(acc, x, bytes);
 }
 
+// Lines [w, end) of each panel, step by step.
+template <typename Weights>
+struct Steps {
+    template <int ROWS, int PANELS>
+    QINLINE void run(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const char *end,
+                     int64_t stride, int64_t distance) {
+        for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
+            prefetch_step<PANELS>(w, stride, distance);
+            Weights::template step<ROWS, PANELS>(acc, x, w, stride);
+        }
+    }
+};
+
 // What a step does with its line of each panel: four inputs, or eight.
-struct Bytes {
-    static constexpr int WORDS = QUAD_WORDS;
+struct Bytes : Steps<Bytes> {
+    static constexpr int WORDS = QUAD_WORDS, PARTS = NUM_PARTS;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -57,8 +70,55 @@ struct Bytes {
     }
 };
 
+#if NARROW_SUMS
 struct HalfBytes {
-    static constexpr int WORDS = 2 * QUAD_WORDS;
+    static constexpr int WORDS = 2, PARTS = 1, WIDENING_STEPS = NARROW_PRODUCTS / 2;
+
+    template <int ROWS, int PANELS>
+    QINLINE void run(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const char *end,
+                     int64_t stride, int64_t distance) {
+        constexpr int VECS = PANELS * PANEL_VECS;
+        const Bits mask = broadcast_bits(0x0f0f0f0fu);
+        while (w != end) {
+            const char *stop = w + min64(end - w, WIDENING_STEPS * LINE);
+            Bits sums[ROWS][VECS];
+            QUNROLL
+            for (int r = 0; r < ROWS; ++r) {
+                QUNROLL
+                for (int v = 0; v < VECS; ++v) sums[r][v] = broadcast_bits(0);
+            }
+            for (; w != stop; w += LINE, x += WORDS * ROWS) {
+                prefetch_step<PANELS>(w, stride, distance);
+                Bits weights[VECS];
+                QUNROLL
+                for (int v = 0; v < VECS; ++v) weights[v] = and_bits(load_bits(line(w, v, stride)), mask);
+                accumulate_narrow<ROWS>(sums, x, weights);
+                QUNROLL
+                for (int v = 0; v < VECS; ++v) weights[v] = and_bits(shift_right<4>(load_bits(line(w, v, stride))), mask);
+                accumulate_narrow<ROWS>(sums, x + ROWS, weights);
+            }
+            QUNROLL
+            for (int r = 0; r < ROWS; ++r) {
+                QUNROLL
+                for (int v = 0; v < VECS; ++v) acc[r][v] = widen(acc[r][v], sums[r][v]);
+            }
+        }
+    }
+
+    // Products of four inputs of each row with half bytes of weights.
+    template <int ROWS, int VECS>
+    QINLINE void accumulate_narrow(Bits (&sums)[ROWS][VECS], const uint32_t *x, const Bits (&w)[VECS]) {
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            const Bits inputs = broadcast_word(x + r);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) sums[r][v] = multiply_add_narrow(sums[r][v], w[v], inputs);
+        }
+    }
+};
+#else
+struct HalfBytes : Steps<HalfBytes> {
+    static constexpr int WORDS = 2 * QUAD_WORDS, PARTS = NUM_PARTS;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -74,10 +134,11 @@ struct HalfBytes {
         accumulate<ROWS>(acc, x + QUAD_WORDS * ROWS, weights);
     }
 };
+#endif
 
 // Bytes of weights that were expanded: a part of them.
-struct Parts {
-    static constexpr int WORDS = QUAD_WORDS / NUM_PARTS;
+struct Parts : Steps<Parts> {
+    static constexpr int WORDS = QUAD_WORDS / NUM_PARTS, PARTS = NUM_PARTS;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -105,11 +166,10 @@ QNOINLINE void tile(const Groups &groups, const IntegerTile &rows, int first, Ah
             ahead.fetch();
             const int64_t rest = left + (groups.count - 1 - group) * panels.num_steps;
             const int64_t distance = ahead.distance_at(rest, (PANELS - 1) * panels.stride);
-            const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
-            for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-                prefetch_step<PANELS>(w, panels.stride, distance);
-                Weights::template step<ROWS, PANELS>(acc, x, w, panels.stride);
-            }
+            const int64_t num_steps = min64(left, STEPS_OF_BLOCK);
+            Weights::template run<ROWS, PANELS>(acc, x, w, w + num_steps * LINE, panels.stride, distance);
+            w += num_steps * LINE;
+            x += num_steps * Weights::WORDS * ROWS;
         }
         const char *headers = groups.headers + first * groups.header_stride + group * groups.header_group_stride;
         add_group<ROWS, PANELS>(rows.rows.sums + first * PANEL, acc, groups, rows.starts, group, headers);
@@ -118,7 +178,7 @@ QNOINLINE void tile(const Groups &groups, const IntegerTile &rows, int first, Ah
 
 template <typename Weights, int ROWS>
 static void tiles(const Groups &groups, const IntegerTile &rows, Ahead ahead) {
-    constexpr int MAX = max_panels(ROWS);
+    constexpr int MAX = max_panels(ROWS, Weights::PARTS);
     const int num_panels = groups.weights.num_panels;
     const int64_t blocks = groups.count * ceil_div(groups.weights.num_steps, STEPS_OF_BLOCK);
     ahead.spread(ceil_div(num_panels, MAX) * blocks * STEPS_OF_BLOCK);
@@ -159,7 +219,7 @@ void gemm_integers(const LinearWeight &weight, const InputRows &rows, const Gemm
     const Groups groups = groups_of(weight, block);
     const bool is_int8 = weight.format == WeightFormat::int8, expands = block.num_tiles >= EXPANDING_TILES;
     if (is_int8 && (NUM_PARTS == 1 || !expands)) return multiply_rows<Bytes>(weight, rows, block, groups);
-    if (!expands) return multiply_rows<HalfBytes>(weight, rows, block, groups);
+    if (!is_int8 && (NARROW_SUMS || !expands)) return multiply_rows<HalfBytes>(weight, rows, block, groups);
     multiply_rows<Parts>(weight, rows, block,
                          is_int8 ? expanded<WeightFormat::int8>(groups, block) : expanded<WeightFormat::int4>(groups, block));
 }

@@ -74,8 +74,8 @@ QINLINE Bits quantize(Vec x, const Divisor &scale) {
 }
 
 // One group, padded with zeros; returns the sum of its integers.
-template <typename T>
-static int32_t quantize_group(const T *x, int64_t n, int64_t padded, const Divisor &scale, int64_t, Input *out) {
+template <typename T, typename Integer>
+static int32_t quantize_group(const T *x, int64_t n, int64_t padded, const Divisor &scale, int64_t, Integer *out) {
     Bits total = broadcast_bits(0);
     int64_t k = 0;
     for (; k + LANES <= padded; k += LANES) {
@@ -84,11 +84,11 @@ static int32_t quantize_group(const T *x, int64_t n, int64_t padded, const Divis
         store_inputs(out + k, integers);
     }
     if (k < padded) {
-        Input lanes[LANES];
+        Integer lanes[LANES];
         const Bits integers = quantize(load_up_to(x + k, max64(0, n - k)), scale);
         total = add_bits(total, integers);
         store_inputs(lanes, integers);
-        memcpy(out + k, lanes, (padded - k) * sizeof(Input));
+        memcpy(out + k, lanes, (padded - k) * sizeof(Integer));
     }
     int32_t lanes[LANES], sum = 0;
     store(reinterpret_cast<float *>(lanes), as_float(total));
@@ -146,8 +146,8 @@ static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Di
 
 // Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well. `to_next`:
 // elements to the row that comes next; 0: none.
-template <typename T>
-static float quantize_row(const T *x, const LinearWeight &weight, int64_t to_next, Input *out, int32_t *starts) {
+template <typename T, typename Integer>
+static float quantize_row(const T *x, const LinearWeight &weight, int64_t to_next, Integer *out, int32_t *starts) {
     const float scale = largest(x, weight.num_inputs) / 127.0f;
     const bool is_zero = !(scale >= FLT_MIN);
     const Divisor divisor(is_zero ? INFINITY : scale, sizeof(T) == sizeof(bf16));  // a finite number over infinity is 0
@@ -166,7 +166,10 @@ static void convert_one(const LinearWeight &weight, const T *x, int64_t r, const
     if (weight.has_int8_inputs) {
         int32_t *starts = const_cast<int32_t *>(out.starts) + r * weight.num_groups();
         const int64_t to_next = r + 1 < out.num_rows ? weight.num_inputs : 0;
-        const_cast<float *>(out.scales)[r] = quantize_row(row, weight, to_next, reinterpret_cast<Input *>(words), starts);
+        const_cast<float *>(out.scales)[r] =
+            weight.format == WeightFormat::int4
+                ? quantize_row(row, weight, to_next, reinterpret_cast<Int4Input *>(words), starts)
+                : quantize_row(row, weight, to_next, reinterpret_cast<Input *>(words), starts);
     } else if (out.is_bf16) {
         bf16 *to = reinterpret_cast<bf16 *>(words);
         memcpy(to, row, weight.num_inputs * sizeof(bf16));
@@ -222,7 +225,7 @@ static void store_blocks(const uint32_t *words, int64_t num_groups, int64_t grou
 template <typename T>
 static void convert_blocks(const LinearWeight &weight, const T *x, int64_t row, int height, const InputRows &out,
                            uint32_t *spare, uint32_t *to) {
-    const int64_t element = weight.has_int8_inputs ? INTEGER_BYTES : int64_t{sizeof(bf16)};
+    const int64_t element = weight.has_int8_inputs ? INT8_INPUT_BYTES : int64_t{sizeof(bf16)};
     const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(uint32_t)};
     const bool is_ready = out.is_bf16 && weight.num_inputs == weight.padded_inputs();
     for (int r = 0; r < height; ++r) {

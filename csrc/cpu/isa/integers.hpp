@@ -1,5 +1,5 @@
 // Products of bytes: LANES outputs at a time, four inputs each, summed into 32-bit integers. Always exact: nothing here
-// saturates (which is why AVX2's multiply of bytes, whose 16-bit sums do, is not used on 8-bit weights).
+// saturates (which is why AVX2's multiply of bytes, whose 16-bit sums do, is used on weights of four bits alone).
 //
 // A line of weights (LANES outputs, four inputs each, unsigned bytes) meets one row's four inputs, broadcast, in NUM_PARTS
 // multiplications: all four at once where there is an instruction for it, else two and two. Part by part, the weights of one
@@ -13,7 +13,25 @@
 #include <emmintrin.h>
 #endif
 
+// Whether products of half bytes are summed in 16 bits: with AVX2 or AVX-512, where no instruction sums them in 32.
+#if (defined(__AVX2__) || defined(__AVX512BW__)) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#define NARROW_SUMS 1
+#else
+#define NARROW_SUMS 0
+#endif
+
 namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512BW__)
+QINLINE void store_inputs(int8_t *out, Bits x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
+}
+#elif defined(__AVX2__)
+QINLINE void store_inputs(int8_t *out, Bits x) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(out), _mm_packs_epi16(words, words));
+}
+#endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
@@ -30,17 +48,10 @@ QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
     return sums;
 }
-QINLINE void store_inputs(Input *out, Bits x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
-}
 #else
 QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(w), "x"(x));
     return sums;
-}
-QINLINE void store_inputs(Input *out, Bits x) {
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(out), _mm_packs_epi16(words, words));
 }
 #endif
 
@@ -88,7 +99,24 @@ QINLINE void store_inputs(Input *out, Bits x) {
 
 #endif
 
-constexpr int64_t INTEGER_BYTES = sizeof(Input);
+// Half bytes times bytes: sums of 16 bits, which `widen` adds to those of 32 before they could overflow.
+#if NARROW_SUMS
+using Int4Input = int8_t;
+constexpr int NARROW_PRODUCTS = 8;  // that a sum holds: a multiplication adds up to 2 * 15 * 128 to it
+static_assert(NARROW_PRODUCTS * 2 * 15 * 128 < 1 << 15);
+
+// In the sums' register, as above.
+QINLINE Bits multiply_add_narrow(Bits sums, Bits w, Bits x) {
+    Bits product;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sums), "=&v"(product) : "v"(w), "v"(x));
+    return sums;
+}
+QINLINE Bits widen(Bits sums, Bits narrow) { return add_bits(sums, multiply_pairs(narrow, broadcast_bits(0x00010001u))); }
+#else
+using Int4Input = Input;
+#endif
+
+constexpr int64_t INT8_INPUT_BYTES = sizeof(Input), INT4_INPUT_BYTES = sizeof(Int4Input);
 constexpr int QUAD_WORDS = sizeof(Input);  // four inputs are so many words
 static_assert(QUAD_WORDS == NUM_PARTS);
 

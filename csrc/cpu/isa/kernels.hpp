@@ -55,6 +55,7 @@ void convert(const void *from, DType from_dtype, void *to, DType to_dtype, int64
 
 int64_t probe_floats(int64_t rounds);
 int64_t probe_integers(int64_t rounds);
+int64_t probe_half_bytes(int64_t rounds);
 void probe_read(const void *data, int64_t num_bytes);
 
 }  // namespace quire::QUIRE_ISA

@@ -47,6 +47,27 @@ int64_t probe_integers(int64_t rounds) {
     return rounds * PROBE_CHAINS * LANES * 4 * 2;
 }
 
+#if NARROW_SUMS
+int64_t probe_half_bytes(int64_t rounds) {
+    Bits sums[PROBE_CHAINS], bytes = broadcast_bits(0x01010101u), inputs = broadcast_bits(0x01010101u);
+    QUNROLL
+    for (int c = 0; c < PROBE_CHAINS; ++c) sums[c] = broadcast_bits(0);
+    keep(bytes);
+    for (int64_t i = 0; i < rounds; ++i) {
+        QUNROLL
+        for (int c = 0; c < PROBE_CHAINS; ++c) {
+            keep(inputs);  // equal products would be made once
+            sums[c] = multiply_add_narrow(sums[c], bytes, inputs);
+        }
+        QUNROLL
+        for (int c = 0; c < PROBE_CHAINS; ++c) keep(sums[c]);
+    }
+    return rounds * PROBE_CHAINS * LANES * 4 * 2;
+}
+#else
+int64_t probe_half_bytes(int64_t rounds) { return probe_integers(rounds); }
+#endif
+
 // Reads all of [data, data + num_bytes), a multiple of 64, as four streams.
 void probe_read(const void *data, int64_t num_bytes) {
     const char *p = static_cast<const char *>(data);

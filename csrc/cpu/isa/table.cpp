@@ -10,7 +10,8 @@ extern const KernelTable table;
 const KernelTable table = {
     ISA_NAME,
     TILE_ROWS,
-    INTEGER_BYTES,
+    INT8_INPUT_BYTES,
+    INT4_INPUT_BYTES,
     HAS_BF16_DOTS,
     nullptr,  // matrix_depth
     convert_rows,
@@ -43,6 +44,7 @@ const KernelTable table = {
     probe_floats,
     probe_floats,  // pairs of bfloat16 are made float32
     probe_integers,
+    probe_half_bytes,
     probe_read,
 };
 

@@ -338,7 +338,7 @@ const KernelTable &extended_table() {
         table.attention_scratch = attention_scratch;
         table.attend = attend_by_tiles;
         table.probe_pairs = probe_pair_tiles;
-        table.probe_integers = probe_quad_tiles;
+        table.probe_integers = table.probe_half_bytes = probe_quad_tiles;
     });
     return made;
 }

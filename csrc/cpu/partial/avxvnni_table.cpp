@@ -5,10 +5,12 @@ namespace quire::QUIRE_ISA {
 
 const KernelTable &extended_table() {
     static const KernelTable made = extend(avx2::table, [](KernelTable &table) {
-        table.integer_bytes = INTEGER_BYTES;
+        table.int8_input_bytes = INT8_INPUT_BYTES;
+        table.int4_input_bytes = INT4_INPUT_BYTES;
         table.convert_rows = convert_rows;
         table.gemm = gemm;
         table.probe_integers = probe_integers;
+        table.probe_half_bytes = probe_half_bytes;
     });
     return made;
 }

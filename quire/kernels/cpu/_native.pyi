@@ -175,6 +175,9 @@ def probe_pairs(rounds: int, /) -> float:
 def probe_integers(rounds: int, /) -> float:
     """Products of bytes, summed: operations per second of the whole team."""
 
+def probe_half_bytes(rounds: int, /) -> float:
+    """Of bytes and weights of four bits, as they are multiplied."""
+
 def probe_read(data: int, num_bytes: int, /) -> float:
     """Bytes per second of the whole team."""
 
