@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -380,13 +381,11 @@ def paged_attention(
         query, key_cache, value_cache, out, tuning, scale, window, soft_cap, sinks, has_fp8
     )
     num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
-    can_be_apart = num_splits > 1 and partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
+    can_be_apart = can_split(query, num_splits)
     # A batch with very many new tokens shares the reading of a prefix anyway, among those of one
     # sequence.
     shared = batch.shared if window is None and can_be_apart else None
-    is_idle = (
-        launch.num_programs(batch.context_len.numel()) < PROGRAMS_AT_ONCE * tuning.num_programs
-    )
+    is_idle = launch.grid(batch.context_len.numel()).leaves_idle(tuning)
     if can_be_apart and (shared is not None or is_idle):
         partials = room_for_partials(query, num_splits)
         if shared is None:
@@ -398,6 +397,39 @@ def paged_attention(
     else:
         launch(batch, num_splits)
     return out
+
+
+class TileGrid(NamedTuple):
+    """The programs of a launch without parallel splits."""
+
+    num_tiles: int
+    num_head_tiles: int
+    """KV heads times tiles of their group."""
+
+    @classmethod
+    def of(cls, query: Tensor, num_sequences: int, num_kv_heads: int, block_m: int) -> Self:
+        """Divide query [T, heads, D] into tiles of `block_m` rows: positions, and `tile_heads`."""
+        num_tokens, num_heads, _ = query.shape
+        group = num_heads // num_kv_heads
+        tile_heads = heads_of_tile(group, block_m)
+        return cls(
+            num_tokens // (block_m // tile_heads) + num_sequences,
+            num_kv_heads * triton.cdiv(group, tile_heads),
+        )
+
+    def leaves_idle(self, tuning: Tuning) -> bool:
+        """Whether the device has room for splits beside one another."""
+        return self.num_tiles * self.num_head_tiles < PROGRAMS_AT_ONCE * tuning.num_programs
+
+
+def heads_of_tile(group: int, block_m: int) -> int:
+    """Return the query heads in a tile: those of a group, as far as they fit."""
+    return min(triton.next_power_of_2(group), block_m)
+
+
+def can_split(out: Tensor, num_splits: int) -> bool:
+    """Whether there are splits, and room for the partial results of all rows [T, heads, D]."""
+    return num_splits > 1 and partial_bytes(out, num_splits) <= MAX_PARTIAL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,20 +464,9 @@ class _Launch:
         tall, num_rows = self.figures.tall, self.query.shape[0] * triton.next_power_of_2(self.group)
         return tall if num_rows >= num_sequences * tall.block_m else self.figures.low
 
-    def tile_heads(self, tile: Tile) -> int:
-        """Query heads in a tile: those of a group, as far as they fit."""
-        return min(triton.next_power_of_2(self.group), tile.block_m)
-
-    def grid(self, num_sequences: int) -> tuple[int, int]:
-        """Tiles, and KV heads times tiles of their group."""
-        tile = self.tile(num_sequences)
-        tile_heads = self.tile_heads(tile)
-        num_tiles = self.query.shape[0] // (tile.block_m // tile_heads) + num_sequences
-        return num_tiles, self.key_cache.shape[1] * triton.cdiv(self.group, tile_heads)
-
-    def num_programs(self, num_sequences: int) -> int:
-        """Return the programs of a launch without parallel splits."""
-        return math.prod(self.grid(num_sequences))
+    def grid(self, num_sequences: int) -> TileGrid:
+        block_m = self.tile(num_sequences).block_m
+        return TileGrid.of(self.query, num_sequences, self.key_cache.shape[1], block_m)
 
     def __call__(
         self,
@@ -470,7 +491,7 @@ class _Launch:
             batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),
             batch.block_tables.stride(0), keys.stride(0), keys.stride(1), self.scale,
             self.soft_cap or 0.0, NUM_HEADS=num_heads, GROUP=self.group,
-            TILE_HEADS=self.tile_heads(tile), HEAD_SIZE=head_size,
+            TILE_HEADS=heads_of_tile(self.group, tile.block_m), HEAD_SIZE=head_size,
             HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=keys.shape[2],
             BLOCK_M=tile.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len,
             WINDOW=self.window or 0, HAS_SOFT_CAP=self.soft_cap is not None,

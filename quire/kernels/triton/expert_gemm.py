@@ -134,6 +134,19 @@ def place_kernel(
 
 
 @triton.jit
+def expert_tile(order, starts, num_experts, tile, BLOCK_M: tl.constexpr):
+    """Return a tile's expert; the places of its pairs in the order of experts, which of them are
+    there, and the pairs; and whether any is: the grid has some tiles too many."""
+    expert = find_sequence(starts, num_experts, tile, BLOCK_M)
+    start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    first = start + (tile - (start // BLOCK_M + expert)) * BLOCK_M
+    places = first + tl.arange(0, BLOCK_M)
+    is_row = places < end
+    pairs = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
+    return expert, places.to(tl.int64), is_row, pairs, first < end
+
+
+@triton.jit
 def expert_kernel(
     x, weight, bias, out, order, starts, num_experts, num_columns, num_inputs,
     NUM_CHOICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -144,22 +157,18 @@ def expert_kernel(
     [P, K] is in that order, weight [E, N, K], and out [P, N], float32, in the order of pairs.
     A bias has the outputs of the weight.
     """
-    tile = tl.program_id(0)
-    expert = find_sequence(starts, num_experts, tile, BLOCK_M)
-    start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-    first = start + (tile - (start // BLOCK_M + expert)) * BLOCK_M
-    if first >= end:
+    expert, places, is_row, pairs, has_rows = expert_tile(
+        order, starts, num_experts, tl.program_id(0), BLOCK_M
+    )
+    if not has_rows:
         return
-    places = first + tl.arange(0, BLOCK_M)
-    is_row = places < end
-    pairs = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
     IS_PAIR: tl.constexpr = ACTIVATION >= 0
     num_outputs = 2 * num_columns if IS_PAIR else num_columns
     columns, is_column = columns_of(tl.program_id(1), num_outputs, BLOCK_N, IS_PAIR)
     base = weight + expert.to(tl.int64) * num_outputs * num_inputs
-    rows, targets = places.to(tl.int64), pairs
+    rows, targets = places, pairs
     if IS_PAIR:
-        rows, targets = pairs // NUM_CHOICES, places.to(tl.int64)
+        rows, targets = pairs // NUM_CHOICES, places
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sums = sum_chunk(
         x, base, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K
@@ -191,24 +200,20 @@ def integer_expert_kernel(
     offsets are [K / GROUP, E N]. A row's sums are those of `integer_kernel`, chunk after chunk
     without a cut.
     """
-    tile = tl.program_id(0)
-    expert = find_sequence(starts, num_experts, tile, BLOCK_M)
-    start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
-    first = start + (tile - (start // BLOCK_M + expert)) * BLOCK_M
-    if first >= end:
+    expert, places, is_row, known, has_rows = expert_tile(
+        order, starts, num_experts, tl.program_id(0), BLOCK_M
+    )
+    if not has_rows:
         return
-    places = first + tl.arange(0, BLOCK_M)
-    is_row = places < end
-    known = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
     IS_GATED: tl.constexpr = ACTIVATION >= 0
     IS_PAIR: tl.constexpr = IS_GATED or (BITS == 4)
     num_outputs = 2 * num_columns if IS_GATED else num_columns
     num_pairs = (num_outputs + 1) // 2
     columns, is_column = columns_of(tl.program_id(1), num_outputs, BLOCK_N, IS_PAIR)
     pairs, is_pair = columns_of(tl.program_id(1), num_pairs, BLOCK_N // 2, False)
-    rows, targets = places.to(tl.int64), known
+    rows, targets = places, known
     if IS_GATED:
-        rows, targets = known // NUM_CHOICES, places.to(tl.int64)
+        rows, targets = known // NUM_CHOICES, places
     begin = expert.to(tl.int64) * num_outputs
     weight_rows = expert.to(tl.int64) * (num_pairs if BITS == 4 else num_outputs)
     total = chunk_sums(

@@ -9,23 +9,21 @@ both have sizes that are powers of two (512 and 64 in DeepSeek's models).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.triton.attention import (
     LOG2_E,
-    PROGRAMS_AT_ONCE,
+    TileGrid,
     cached_rows,
+    can_split,
     find_sequence,
+    heads_of_tile,
     merge,
     merge_splits,
-    partial_bytes,
     places_of,
     room_for_partials,
 )
@@ -203,21 +201,18 @@ def latent_attention(
         return out
     figures = _figures(query, tuning)
     block_m = figures.low.block_m
-    tile_heads = min(triton.next_power_of_2(num_heads), block_m)
     num_sequences = batch.context_len.numel()
-    grid = _Grid(
-        num_tokens // (block_m // tile_heads) + num_sequences, triton.cdiv(num_heads, tile_heads)
-    )
+    grid = TileGrid.of(query, num_sequences, 1, block_m)
     num_splits = triton.cdiv(batch.max_context_len, figures.split_len)
-    is_idle = grid.num_tiles * grid.num_head_tiles < PROGRAMS_AT_ONCE * tuning.num_programs
-    is_partial = num_splits > 1 and is_idle and partial_bytes(out, num_splits) <= MAX_PARTIAL_BYTES
+    is_partial = can_split(out, num_splits) and grid.leaves_idle(tuning)
     partials = room_for_partials(out, num_splits) if is_partial else (out, out)
     rows, scales, form = kernel_view(cache, has_fp8=has_fp8)
     latent_attention_kernel[(*grid, num_splits if is_partial else 1)](
         query, rows, scales, out, *partials, batch.query_start, batch.context_len,
         batch.block_tables, num_sequences, num_splits, query.stride(0),
         batch.block_tables.stride(0), rows.stride(0), scale, NUM_HEADS=num_heads,
-        TILE_HEADS=tile_heads, HEAD_SIZE=query.shape[2], VALUE_SIZE=value_size,
+        TILE_HEADS=heads_of_tile(num_heads, block_m), HEAD_SIZE=query.shape[2],
+        VALUE_SIZE=value_size,
         VALUE_PADDED=max(16, triton.next_power_of_2(value_size)),
         TAIL_PADDED=max(16, triton.next_power_of_2(tail_size)), BLOCK_SIZE=rows.shape[2],
         BLOCK_M=block_m, BLOCK_N=min(figures.block_n, _KEYS_AT_ONCE), SPLIT_LEN=figures.split_len,
@@ -227,11 +222,6 @@ def latent_attention(
     if is_partial:
         merge_splits(out, partials, num_splits)
     return out
-
-
-class _Grid(NamedTuple):
-    num_tiles: int
-    num_head_tiles: int
 
 
 def _figures(query: Tensor, tuning: Tuning) -> AttentionTuning:
