@@ -11,11 +11,11 @@ from quire.models.declaration import (
     MlpSpec,
     Sublayer,
     TensorSpec,
-    conv1d,
     layer_norm,
     sequential,
 )
 from quire.models.dimensions import ACTIVATIONS, read_dtype, read_head
+from quire.models.fused import conv1d
 
 
 def declare_gpt2(config: ConfigReader) -> DecoderSpec:

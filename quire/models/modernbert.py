@@ -16,7 +16,6 @@ from quire.models.declaration import (
     PoolingKind,
     Sublayer,
     TensorSpec,
-    fused,
     layer_norm,
     linear,
     sequential,
@@ -28,6 +27,7 @@ from quire.models.dimensions import (
     read_layer_types,
     read_num_labels,
 )
+from quire.models.fused import fused
 from quire.models.rope import RopeSpec
 
 _KINDS: dict[str, PoolingKind] = {"cls": "cls", "mean": "mean"}

@@ -10,12 +10,12 @@ from quire.models.declaration import (
     MlpSpec,
     Sublayer,
     TensorSpec,
-    fused,
     layer_norm,
     linear,
     sequential,
 )
 from quire.models.dimensions import ACTIVATIONS, read_dtype
+from quire.models.fused import fused
 from quire.models.rope import RopeSpec, read_rope
 from quire.program.operations import Activation
 

@@ -10,11 +10,11 @@ from quire.models.declaration import (
     BlockSpec,
     DecoderSpec,
     MlpSpec,
-    fused,
     linear,
     rms_norm,
 )
 from quire.models.dimensions import ACTIVATIONS, read_dimensions
+from quire.models.fused import fused
 from quire.models.parts import decoder, pre_norm_block
 from quire.models.rope import LongScaling, read_rope
 

@@ -13,9 +13,8 @@ from quire.models.declaration import (
     KVLayerSpec,
     LatentAttentionSpec,
     TensorSpec,
-    conv1d,
-    fused,
 )
+from quire.models.fused import conv1d, fused
 from quire.models.registry import declare
 from quire.models.rope import YarnScaling
 

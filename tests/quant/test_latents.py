@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.engine.assembly.quantization import quantize_model
 from quire.models.registry import declare
 from quire.quant.formats import formats_at_load
-from quire.quant.storage import read_storage
+from quire.quant.quantization_config import read_storage
 from quire.quant.writer import Recipe
 from tests.golden.cases import STORED
 from tests.golden.checkpoints import CONFIGS, write_checkpoint

@@ -22,7 +22,7 @@ from quire.engine.plan.machine import Machine
 from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.kernels.reference.kernels import ReferenceKernels
 from quire.models.registry import declare
-from quire.quant.storage import read_storage
+from quire.quant.quantization_config import read_storage
 from quire.quant.unpacking import unpacker
 from quire.quant.writer import Recipe
 from quire.weights.checkpoint import SafetensorsCheckpoint

@@ -29,7 +29,8 @@ from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
 from quire.errors import CheckpointError, ConfigError
 from quire.models.registry import declare
-from quire.quant.storage import FormSupport, read_storage
+from quire.quant.quantization_config import read_storage
+from quire.quant.storage import FormSupport
 
 PROMPT = [5, 77, 12, 99, 3, 41, 8, 120, 64, 33, 2, 19]
 

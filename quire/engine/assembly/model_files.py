@@ -17,7 +17,8 @@ from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, Unsup
 from quire.models.declaration import DecoderSpec
 from quire.models.image_processing import ImageProcessing, read_image_processing
 from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
-from quire.quant.storage import CheckpointStorage, FormSupport, read_storage
+from quire.quant.quantization_config import read_storage
+from quire.quant.storage import CheckpointStorage, FormSupport
 from quire.weights.checkpoint import INDEX_NAME
 from quire.weights.folder import (
     local_path,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
-from quire.common.graph_shapes import largest_size, num_shapes
+from quire.common.graph_shapes import largest_size
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
@@ -23,15 +23,13 @@ from quire.engine.plan import attention, memory, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
 from quire.engine.plan.experts import ExpertPlan, plan_experts, suggesting
+from quire.engine.plan.graphs import MIN_GRAPH_TOKENS, GraphPlan, KVGroups, plan_graphs
 from quire.engine.plan.images import ImagePlan, plan_images
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
 from quire.engine.plan.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
-from quire.models.declaration import (
-    DTYPE_BYTES,
-    DecoderSpec,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.image_processing import ImageProcessing
 from quire.models.kv_layout import KVLayout, lay_out
 from quire.models.pooling import PoolingSpec
@@ -52,19 +50,6 @@ a laptop has other uses for its memory."""
 GPU_CONTEXT_BYTES = 768 << 20
 """What torch's context, its libraries and the compiled kernels take of a GPU before any tensor.
 Estimated, not measured."""
-GRAPH_BYTES_PER_LAYER = 64 << 10
-"""What a recorded graph keeps on the device for the launches of one layer. Estimated;
-the engine counts what it really takes."""
-MIN_GRAPH_TOKENS = 256
-"""Steps of up to so many tokens are recorded, and those in which all sequences decode."""
-GRAPH_POOL_BYTES = 64 << 20
-"""What torch's allocator takes beyond the tensors of recorded steps:
-it asks the driver for pieces of 2 and 20 MiB."""
-SHARED_BYTES_PER_LAYER = 1 << 30
-"""A step that would read so many bytes of shared prefixes again, for each layer, is computed
-without a graph, which reads them once. Estimated: 0.25 ms at 4 TB/s, about what the launches of one
-layer cost the host beyond a graph's.
-"""
 HALF = "float16"
 """A type of weights that no kernel computes in."""
 CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
@@ -76,20 +61,6 @@ class Decision(NamedTuple):
     name: str
     value: str
     reason: str
-
-
-class GraphPlan(NamedTuple):
-    """Steps that a GPU replays from recorded graphs."""
-
-    max_num_tokens: int
-    input_bytes: int
-    """Of their inputs and outputs, which keep their places."""
-    max_bytes: int
-    """Of all graphs together, with the temporary tensors that they share."""
-    bytes_each: int
-    """Of these, what the driver keeps for one graph's launches."""
-    min_shared_blocks: int
-    """A step whose neighbours share so many blocks is computed without a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,27 +472,10 @@ class _Resolver:
         if reason is not None:
             self._note("graphs", "off", reason)
             return None
-        spec, longest = self.spec, self._longest()
-        row_bytes = (
-            spec.hidden_size * DTYPE_BYTES["float32"]
-            + (num_groups * (ceil_div(longest, block_size) + 2) + 6) * DTYPE_BYTES["float32"]
-        )
-        num_graphs, bytes_each = (
-            num_shapes(num_tokens, longest),
-            len(spec.blocks) * GRAPH_BYTES_PER_LAYER,
-        )
-        max_bytes = (
-            memory.layer_bytes(spec, num_tokens)
-            + MAX_PARTIAL_BYTES
-            + GRAPH_POOL_BYTES
-            + num_graphs * bytes_each
-        )
-        reason = f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle"
+        kept = KVGroups(num_groups, block_bytes, block_size)
+        graphs, reason = plan_graphs(self.spec, num_tokens, self._longest(), kept)
         self._note("graphs", f"steps of up to {num_tokens} tokens", reason)
-        min_shared_blocks = len(spec.blocks) * SHARED_BYTES_PER_LAYER // (num_groups * block_bytes)
-        return GraphPlan(
-            num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks
-        )
+        return graphs
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec
