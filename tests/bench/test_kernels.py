@@ -36,9 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_shares_follow_from_the_time(kind: str) -> None:
     (time,) = measure_linear(kind, (32, 256), [3], LIMITS)
     float_peak = LIMITS.bf16_ops_per_s if kind == "bf16" else LIMITS.float_ops_per_s
-    integer_peak = (
-        LIMITS.half_byte_ops_per_s if KINDS[kind].bits == 4 else LIMITS.integer_ops_per_s
-    )
+    integer_peak = LIMITS.half_byte_ops_per_s if KINDS[kind].bits == 4 else LIMITS.integer_ops_per_s
     peak = integer_peak if KINDS[kind].has_int8_inputs else float_peak
     size = KINDS[kind].group_size or 256
     num_bytes = 32 * 256 * KINDS[kind].bits // 8 + (
