@@ -34,6 +34,9 @@ class Parser(argparse.ArgumentParser):
         """Parse; UsageError names an unknown option and what it may have meant.
         SystemExit after --help."""
         args, unknown = self.parse_known_args(argv)
+        if unknown and not any(word.startswith("-") for word in unknown):
+            # argparse takes a list of files as empty once an option stands before them
+            args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
         return args

@@ -99,6 +99,9 @@ def _simulate(args: argparse.Namespace) -> int:
 
     first = args.seed if args.seed is not None else 0
     num_seeds = args.seeds if args.seeds is not None else (1 if args.seed is not None else 100)
+    if first < 0 or num_seeds < 1:
+        name, value = ("seed", first) if first < 0 else ("seeds", num_seeds)
+        raise ConfigError(f"--{name}={value} must be at least {0 if first < 0 else 1}")
     num_failed = num_steps = 0
     for seed in range(first, first + num_seeds):
         try:

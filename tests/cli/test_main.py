@@ -4,8 +4,11 @@ and nothing heavy before it is needed."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from stuck_output import stuck_output
 from timing import timed
 
 from quire.cli.main import COMMANDS, main
+from quire.cli.parser import Parser
 from quire.cli.serve import engine_defaults
 from quire.config.api import ApiConfig
 
@@ -290,3 +294,29 @@ def test_a_plan_has_room_for_adapters(capsys: pytest.CaptureFixture[str]) -> Non
     assert planned["total_bytes"] == sum(planned[part] for part in parts)
     for refused in (["--max-cpu-loras", "1"], ["--max-lora-rank", "513"], ["--device", "cuda"]):
         assert main(["plan", "quire-storyteller", *flags, *refused]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_a_commands_help_are_accepted(name: str) -> None:
+    parser = Parser(f"quire {name}", COMMANDS[name].help)
+    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    text = re.sub(r"\\\n\s*", "", parser.epilog or "")
+    examples = [line.strip() for line in text.splitlines() if line.startswith(f"  quire {name} ")]
+    for example in examples:
+        parser.parse(shlex.split(example)[1 + len(name.split()) :])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a-model", "-q", "x", "one.txt", "two.txt"],
+        ["-q", "x", "a-model", "one.txt", "two.txt"],
+        ["a-model", "one.txt", "two.txt", "--query=x"],
+        ["-q", "x", "a-model", "--top-n", "3", "one.txt", "two.txt"],
+    ],
+)
+def test_files_may_stand_behind_options(words: list[str]) -> None:
+    parser = Parser("quire rerank", COMMANDS["rerank"].help)
+    importlib.import_module(COMMANDS["rerank"].module).add_arguments(parser)
+    args = parser.parse(words)
+    assert (args.model, args.query, args.files) == ("a-model", "x", ["one.txt", "two.txt"])

@@ -88,3 +88,9 @@ def test_step_costs_that_are_none(tmp_path: Path, text: str) -> None:
     costs.write_text(text)
     with pytest.raises(ConfigError, match="step costs"):
         _run("--trace", str(trace), "--fleet", "1", "--step-costs", str(costs))
+
+
+@pytest.mark.parametrize("words", [["--seeds", "0"], ["--seeds", "-1"], ["--seed", "-3"]])
+def test_no_seeds_at_all_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{words[0]}={words[1]} must be at least"):
+        _run(*words)

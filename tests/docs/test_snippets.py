@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from adapters import write_adapter
 from markdown_pages import ROOT, Block, blocks
 
 from quire.cli.main import COMMANDS, main
 from quire.cli.parser import Parser
 from quire.core.structure import StructuredOutputsParams
 from quire.grammar.judge import judge
+from quire.models.registry import declare
+from quire.weights.folder import read_model_config, resolve_model
 
 PAGES = [
     ROOT / "README.md",
@@ -137,6 +140,20 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 def test_every_command_exists_with_its_options(page: str, line: str) -> None:
     words = _words(line)
     CHECKS[words[0]](words)
+
+
+def test_every_command_is_parsed_as_it_stands() -> None:
+    """The order of its words included, which the names of its options say nothing about."""
+    lines = [words[1:] for _, line in COMMAND_LINES if (words := _words(line))[0] == "quire"]
+    assert lines
+    for words in lines:
+        if "--help" in words:
+            continue
+        count = 2 if " ".join(words[:2]) in COMMANDS else 1
+        name = " ".join(words[:count])
+        parser = Parser(f"quire {name}", COMMANDS[name].help)
+        importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+        parser.parse(words[count:])
 
 
 @pytest.mark.parametrize(("page", "code"), MENTIONED)
@@ -258,6 +275,37 @@ def _run(command: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+SERVED = sorted(
+    {
+        line.partition("  #")[0].strip()
+        for _, line in COMMAND_LINES
+        if line.startswith("quire serve quire-storyteller") and not line.startswith(SERVE)
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", SERVED)
+def test_servers_get_ready(line: str, tmp_path: Path) -> None:
+    """With the options of the pages, on any free port."""
+    spec = declare(read_model_config(resolve_model("quire-storyteller")))
+    for folder in re.findall(r"=(adapters/\w+)", line):
+        write_adapter(tmp_path / folder, spec, rank=4)
+    command = [sys.executable, "-m", *_words(line), "--port", "0"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, env=environment, stderr=log, cwd=tmp_path) as process,
+    ):
+        try:
+            began_s = time.monotonic()
+            while not _ready_port(log):
+                assert process.poll() is None and time.monotonic() - began_s < DEADLINE_S
+                time.sleep(0.1)
+        finally:
+            process.kill()
 
 
 @functools.cache
