@@ -85,7 +85,7 @@ class Admission:
             ) or not self._can_run(head, num_tokens_left):
                 return None
             self.waiting.remove(head)
-            if not self._is_parked(head):
+            if not self._parks(head, self.parking):
                 for resource in self.resources:
                     resource.reserve(head)
                 self.turns.reserve(head)
@@ -114,30 +114,33 @@ class Admission:
                 return False
         return True
 
-    def _is_parked(self, sequence: Sequence) -> bool:
-        """Park a sequence that left the queue where it has to wait for
-        something that is not scarce."""
-        for turn in self.parking:
-            reason = turn.refusal(sequence)
+    def _parks(self, sequence: Sequence, conditions: Iterable[WaitCondition]) -> bool:
+        """Park a sequence where it has to wait for something that is not scarce; whether it does.
+        Its place in the queue is the caller's business."""
+        for condition in conditions:
+            reason = condition.refusal(sequence)
             if reason is not None:
                 sequence.refuse(reason)
-                turn.park(sequence)
+                condition.park(sequence)
                 self.num_parked += 1
                 return True
         return False
 
     def displacement(self) -> Preemption | None:
         """Choose who is preempted for the head of the queue: one whom the policy puts behind it;
-        None where none has to be."""
-        head = self.waiting.head()
-        lower = [] if head is None else self.waiting.displaceable(head, self.running)
-        if (
-            head is None
-            or not lower
-            or all(resource.refusal(head) is None for resource in self.resources)
-        ):
-            return None
-        return choose_victim(lower, head, self._blocks.manager)
+        None where none has to be.
+
+        A head that lacks a prerequisite is parked, and the next one looked at: it could not run in
+        its victim's place yet.
+        """
+        while (head := self.waiting.head()) is not None:
+            lower = self.waiting.displaceable(head, self.running)
+            if not lower or all(resource.refusal(head) is None for resource in self.resources):
+                return None
+            if not self._parks(head, self.prerequisites):
+                return choose_victim(lower, head, self._blocks.manager)
+            self.waiting.remove(head)
+        return None
 
     # -- changing places
     # ---------------------------------------------------------------------------------------------

@@ -124,6 +124,27 @@ def test_what_waits_holds_up_nothing_and_says_what_it_waits_for(run: Any) -> Non
     run.run()
 
 
+def test_nobody_is_preempted_for_what_cannot_run_yet(harness: Any) -> None:
+    run = harness(
+        max_num_seqs=1,
+        policy="priority",
+        prerequisites=[TenantData("keys")],
+        companions=[Fetcher("keys")],
+    )
+    running = run.add("a", 12, tenant="acme", priority=1)
+    while not running.sequences[0].num_computed:
+        run.step()
+    urgent = run.add("b", 2, tenant="other")
+    plan = run.step()
+    assert plan.orders == {"keys": (("other",),)} and running.metrics.num_preemptions == 0
+    assert [work.row for work in plan.work] == [0], "it goes on meanwhile"
+    run.run()
+    assert running.metrics.num_preemptions == 1, "once the other may run"
+    assert urgent.metrics.finished_s < running.metrics.finished_s
+    run.check(running)
+    run.check(urgent)
+
+
 def test_what_cannot_be_had_ends_the_requests_that_need_it(run: Any) -> None:
     lost, served = run.add("a", 5, tenant="nobody"), run.add("b", 5, tenant="acme")
     run.run()
