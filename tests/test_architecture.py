@@ -170,13 +170,13 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_800, "csrc": 12_900, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
-    "quire/common": 1_300, "quire/config": 1_350, "quire/core": 8_000, "quire/engine": 11_600,
-    "quire/executor": 500, "quire/grammar": 1_800, "quire/kernels": 9_400, "quire/lora": 900,
-    "quire/media": 900, "quire/models": 4_400, "quire/nn": 900, "quire/observe": 200,
+    "benchmarks": 6_800, "csrc": 13_000, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
+    "quire/common": 1_300, "quire/config": 1_350, "quire/core": 8_000, "quire/engine": 11_700,
+    "quire/executor": 500, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
+    "quire/media": 950, "quire/models": 4_700, "quire/nn": 900, "quire/observe": 200,
     "quire/program": 700, "quire/quant": 2_100, "quire/router": 2_200, "quire/sampling": 1_300,
     "quire/server": 14_100, "quire/sim": 1_450, "quire/spec": 700, "quire/text": 4_100,
-    "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_000,
+    "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_100,
 }  # fmt: skip
 
 

@@ -55,14 +55,16 @@ class WantedTokens {
     };
 
     int64_t num_tokens_, table_stride_;
-    std::vector<int64_t> tokens_, positions_;
+    std::vector<int64_t> tokens_, positions_, turned_by_;
     std::vector<int32_t> query_start_{0}, context_len_;
     std::vector<Group> groups_;
     AdaptedRows adapted_;
+    const Rotations &rotations_;  // of the whole step
 };
 
 WantedTokens::WantedTokens(const StepInputs &step)
-    : num_tokens_(step.sequences.num_tokens), table_stride_(step.table_stride), groups_(step.groups.size()) {
+    : num_tokens_(step.sequences.num_tokens), table_stride_(step.table_stride), groups_(step.groups.size()),
+      rotations_(step.rotations) {
     for (int64_t s = 0; s < step.sequences.count; ++s) {
         const int64_t first = step.sequences.query_start[s], end = step.sequences.query_start[s + 1];
         const int64_t wanted = step.num_wanted[s];
@@ -74,6 +76,7 @@ WantedTokens::WantedTokens(const StepInputs &step)
         for (int64_t t = end - wanted; t < end; ++t) {
             tokens_.push_back(t);
             positions_.push_back(step.positions[t]);
+            if (rotations_.is_present()) turned_by_.push_back(rotations_.rows[t]);
             for (size_t g = 0; g < groups_.size(); ++g) groups_[g].slots.push_back(step.groups[g].slots[t]);
         }
         query_start_.push_back(static_cast<int32_t>(count()));
@@ -91,7 +94,7 @@ StepInputs WantedTokens::inputs() const {
     std::vector<GroupTables> groups;
     for (const Group &each : groups_) groups.push_back({each.slots.data(), each.block_tables.data()});
     return {nullptr, positions_.data(), sequences, std::move(groups), table_stride_, nullptr,
-            adapted_.is_empty() ? nullptr : &adapted_, {}};
+            adapted_.is_empty() ? nullptr : &adapted_, {}, {turned_by_.data(), rotations_.table, rotations_.count, rotations_.half}};
 }
 
 // ---- operations ----
@@ -128,11 +131,18 @@ class Pass {
     void normalise(const Operation &operation) const;
     void prepare_heads(const Operation &operation) const;
     void attend(const Operation &operation) const;
+    // The same rows, turned by what the step brings, if it brings anything.
+    RopeRows turned(RopeRows rows) const {
+        const Rotations &own = step_->rotations;
+        if (own.is_present() && rows.half > 0) rows.positions = own.rows, rows.cos_sin = own.table;
+        return rows;
+    }
     RopeRows tails_of(const Operation &operation) const;
     void write_latent(const Operation &operation) const;
     void select(const Operation &operation) const;
     void scatter(const Operation &operation) const;
     void place(const Operation &operation) const;
+    void add_placed(const Operation &operation) const;
 
     const KernelTable &table_;
     const DType dtype_;
@@ -188,6 +198,8 @@ void Pass::run(const Operation &operation) const {
         case Kind::place:
         case Kind::take:
             return place(operation);
+        case Kind::add_placed:
+            return add_placed(operation);
         case Kind::rotate_tails:
             return over_rows(num_tokens(), 2 * width, [&](int64_t first, int64_t last) {
                 table_.rope(tails_of(operation), first, last);
@@ -285,8 +297,8 @@ void Pass::prepare_heads(const Operation &operation) const {
     if (cache != nullptr) check_slots(kv, *cache);
     const NormWeight &query_norm = operation.norm, &key_norm = operation.key_norm;
     HeadRows heads{};
-    heads.rope = RopeRows{rows,   step_->positions, operation.rope,      dtype_, stride, shape.num_queries + shape.num_keys,
-                          shape.size, operation.rope_half, false};
+    heads.rope = turned(RopeRows{rows, step_->positions, operation.rope, dtype_, stride, shape.num_queries + shape.num_keys,
+                                 shape.size, operation.rope_half, false});
     heads.num_query_heads = shape.num_queries;
     if (is_of_heads(query_norm, shape.size)) heads.query_norm = rows_of(query_norm, nullptr, nullptr);
     if (is_of_heads(key_norm, shape.size)) heads.key_norm = rows_of(key_norm, nullptr, nullptr);
@@ -313,8 +325,8 @@ void Pass::prepare_heads(const Operation &operation) const {
 RopeRows Pass::tails_of(const Operation &operation) const {
     const Heads &heads = operation.heads;
     void *const tails = offset(at(operation.out), heads.size - 2 * operation.rope_half, dtype_);
-    return RopeRows{tails, step_->positions, operation.rope, dtype_, operation.out.width, max64(heads.num_queries, 1),
-                    heads.size, operation.rope_half, operation.is_interleaved};
+    return turned(RopeRows{tails, step_->positions, operation.rope, dtype_, operation.out.width, max64(heads.num_queries, 1),
+                           heads.size, operation.rope_half, operation.is_interleaved});
 }
 
 void Pass::write_latent(const Operation &operation) const {
@@ -398,7 +410,26 @@ void Pass::place(const Operation &operation) const {
     const PlacedRows &placed = step_->placed;
     over_rows(placed.count, width, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
-            std::memcpy(offset(out, placed.tokens[i] * width, dtype_), offset(placed.rows, i * width, dtype_), row_bytes);
+            std::memcpy(offset(out, placed.tokens[i] * width, dtype_), offset(placed.rows, i * placed.width, dtype_), row_bytes);
+        }
+    });
+}
+
+// Some columns of the rows from outside to their tokens, each of which has one. `out` may be where `x` is.
+void Pass::add_placed(const Operation &operation) const {
+    const int64_t width = operation.out.width;
+    const void *const base = at(operation.x);
+    void *const out = at(operation.out);
+    if (base != out) {
+        over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
+            std::memcpy(offset(out, first * width, dtype_), offset(base, first * width, dtype_), (last - first) * width * size_of(dtype_));
+        });
+    }
+    const PlacedRows &placed = step_->placed;
+    over_rows(placed.count, width, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            void *const row = offset(out, placed.tokens[i] * width, dtype_);
+            table_.add(row, offset(placed.rows, i * placed.width + operation.first_output, dtype_), row, dtype_, 0, width);
         }
     });
 }
@@ -447,19 +478,37 @@ void Program::check(const std::vector<const Adapter *> &adapters) const {
 
 void Program::check(const PlacedRows &placed, int64_t num_tokens) const {
     if (placed.count == 0) return;
-    bool is_used = false;
+    int64_t width = 0;
     for (const Operation &each : lists_.whole) {
-        if (each.kind != Kind::place && each.kind != Kind::take) continue;
-        is_used = true;
-        if (each.out.width == placed.width) continue;
-        throw std::invalid_argument("step: rows of " + std::to_string(placed.width) + " to be placed among those of " +
-                                    std::to_string(each.out.width));
+        if (each.kind == Kind::place || each.kind == Kind::take) width = max64(width, each.out.width);
+        if (each.kind == Kind::add_placed) width = max64(width, each.first_output + each.out.width);
     }
-    if (!is_used) throw std::invalid_argument("step: this program takes no rows from outside");
+    if (width == 0) throw std::invalid_argument("step: this program takes no rows from outside");
+    if (width != placed.width) {
+        throw std::invalid_argument("step: rows of " + std::to_string(placed.width) + " to be placed where it takes " +
+                                    std::to_string(width));
+    }
     for (int64_t i = 0; i < placed.count; ++i) {
         if (placed.tokens[i] >= 0 && placed.tokens[i] < num_tokens) continue;
         throw std::invalid_argument("step: a row is to be placed at token " + std::to_string(placed.tokens[i]) + " of " +
                                     std::to_string(num_tokens));
+    }
+}
+
+void Program::check(const Rotations &rotations, int64_t num_tokens) const {
+    for (const Operation &each : lists_.whole) {
+        if (each.rope_half == 0) continue;
+        if (!rotations.is_present()) {
+            if (each.rope == nullptr) throw std::invalid_argument("step: this program takes rotations from outside");
+        } else if (each.rope_half != rotations.half) {
+            throw std::invalid_argument("step: rotations of " + std::to_string(rotations.half) + " pairs for heads that have " +
+                                        std::to_string(each.rope_half));
+        }
+    }
+    for (int64_t t = 0; rotations.is_present() && t < num_tokens; ++t) {
+        if (rotations.rows[t] >= 0 && rotations.rows[t] < rotations.count) continue;
+        throw std::invalid_argument("step: token " + std::to_string(t) + " is turned by row " + std::to_string(rotations.rows[t]) +
+                                    " of " + std::to_string(rotations.count));
     }
 }
 

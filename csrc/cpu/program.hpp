@@ -47,7 +47,7 @@ struct Heads {
 
 enum class Kind : int {
     embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows, place,
-    take, head_linear, rotate_tails, write_latent
+    take, head_linear, rotate_tails, write_latent, add_placed
 };
 
 // One operation, and of the fields those that its kind has.
@@ -67,14 +67,14 @@ struct Operation {
     LinearWeight weight;     // linear; gated_linear: the gate's outputs before the other ones
     Activation activation;   // gated_linear, activate
     int64_t number;          // linear, gated_linear: by which adapters know the weight, or NO_ADAPTERS
-    int64_t first_output;    // linear: of the weight, at the first column
+    int64_t first_output;    // linear: of the weight, at the first column; add_placed: of the rows from outside
     ExpertLayer layer;       // experts
     LinearWeight router;
     ExpertRouting routing;
     // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries; head_linear,
     // rotate_tails: queries alone; write_latent: one key, normed but for its tail, which is rotated, to a cache
     Heads heads;
-    const float *rope;  // [positions, 2, rope_half]; null: none
+    const float *rope;  // [positions, 2, rope_half]; null: none, or, where rope_half is not 0, the step brings rotations
     int64_t rope_half;
     bool is_interleaved;    // rotate_tails, write_latent: of RoPE
     int64_t cache;          // its number, or NO_CACHE; attend: then keys and values are x's own, and attention bidirectional
@@ -99,6 +99,15 @@ struct PlacedRows {
     int64_t count, width;
 };
 
+// What turns each token in place of the tables of RoPE: of the token t, row rows[t] of `table`.
+struct Rotations {
+    const int64_t *rows;  // [T]
+    const float *table;   // [count, 2, half]: cosines, then sines; null: RoPE's own, by positions
+    int64_t count, half;
+
+    bool is_present() const { return table != nullptr; }
+};
+
 // The tokens of one step, and where everything of them is.
 struct StepInputs {
     const int64_t *token_ids, *positions;  // [T]
@@ -107,7 +116,8 @@ struct StepInputs {
     int64_t table_stride;
     const int32_t *num_wanted;  // [S] hidden states that are wanted, of each sequence's last tokens; null: all
     const AdaptedRows *adapted;  // the tokens that use an adapter; null: none does
-    PlacedRows placed;           // that `place` and `take` put where their tokens are; count 0: none
+    PlacedRows placed;           // that `place`, `take` and `add_placed` put where their tokens are; count 0: none
+    Rotations rotations;
 };
 
 // Memory that is kept from call to call and grows as needed.
@@ -144,6 +154,8 @@ class Program {
     void check(const std::vector<const Adapter *> &adapters) const;
     // The same for rows of another width, or of tokens that the step does not have.
     void check(const PlacedRows &placed, int64_t num_tokens) const;
+    // The same for rotations of heads of another size, by rows that the table does not have, or that are missing.
+    void check(const Rotations &rotations, int64_t num_tokens) const;
 
     // Token ids to hidden states [T, width]; those that are not wanted may be of an earlier layer. Checks every index first:
     // std::out_of_range for a token id, std::invalid_argument for anything else. One call at a time: others wait.

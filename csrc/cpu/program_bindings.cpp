@@ -17,9 +17,9 @@ using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
 constexpr int64_t MAX_WEIGHTS = 1 << 20;
-constexpr int NUM_KINDS = 18;
+constexpr int NUM_KINDS = 19;
 // norm: or 2, with as many outputs
-constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1};
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1, 1};
 
 // The operations of one list, and the room that their values take.
 struct Operations {
@@ -103,7 +103,7 @@ static bool do_values_fit(const Operation &each) {
             return are_elementwise(each.x, each.out) && each.y.width == 1 && are_apart(each.y, each.out);
         case Kind::take:
             return true;
-        default:  // scale, activate, select, place
+        default:  // scale, activate, select, place, add_placed
             return are_elementwise(each.x, each.out);
     }
 }
@@ -232,7 +232,8 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
                     int64_t num_sequences, int64_t num_tokens, const std::vector<std::pair<uintptr_t, uintptr_t>> &tables,
                     int64_t table_stride, uintptr_t num_wanted,
                     const std::vector<const Adapter *> &adapters, uintptr_t of_token, uintptr_t placed_tokens,
-                    uintptr_t placed_rows, int64_t num_placed, int64_t placed_width, uintptr_t out) {
+                    uintptr_t placed_rows, int64_t num_placed, int64_t placed_width, uintptr_t rotated_by, uintptr_t rotations,
+                    int64_t num_rotations, int64_t rotated_half, uintptr_t out) {
     constexpr int64_t MOST = (int64_t{1} << 31) - 1;  // both are counted in 32 bits
     const Arguments args("Program.forward");
     args.between(0, MOST, "the number of tokens", num_tokens);
@@ -248,6 +249,11 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
                             args.memory("placed_rows", placed_rows, program.lists().dtype, {num_placed, placed_width}).as<const void>(),
                             num_placed, placed_width};
     program.check(placed, num_tokens);
+    const int64_t num_turned = rotations == 0 ? 0 : num_tokens;
+    const Rotations turned{args.array<const int64_t>("rotated_by", rotated_by, {num_turned}),
+                           args.array<const float>("rotations", rotations, {num_rotations, 2, rotated_half}), num_rotations,
+                           rotated_half};
+    program.check(turned, num_tokens);
     std::vector<GroupTables> groups;
     for (const auto &[slots, block_tables] : tables) {
         groups.push_back({args.array<const int64_t>("slots", slots, {num_tokens}),
@@ -260,7 +266,8 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
                           table_stride,
                           args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences}),
                           adapted.is_empty() ? nullptr : &adapted,
-                          placed};
+                          placed,
+                          turned};
     program.forward(step, args.memory("out", out, program.lists().dtype, {num_tokens, program.lists().width}).as<void>());
 }
 

@@ -237,6 +237,11 @@ class EngineConfig:
     limit_mm_per_prompt: Mapping[str, Any] | None = _option(
         None, 'most images of a request, as {"image": 4}; 16 by default, 0 takes none'
     )
+    mm_processor_kwargs: Mapping[str, Any] | None = _option(
+        None,
+        "settings of the model's preprocessor_config.json to replace, as "
+        '{"min_pixels": 3136, "max_pixels": 1003520}',
+    )
     image_cache_memory: int | str | None = _option(
         None,
         'memory of encoded images in bytes or as "512MiB"; by default for as many as a request '

@@ -122,11 +122,6 @@ _TABLE: tuple[ForeignOption, ...] = (
         language_model_only=False,
     ),
     *_absent(
-        "images are processed as the model's preprocessor_config.json says",
-        {},
-        mm_processor_kwargs=None,
-    ),
-    *_absent(
         "say runner='pooling' and convert='embed' or 'classify'",
         "generate",
         "none",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
-from quire.kernels.placed import PlacedRows
+from quire.kernels.placed import StepContent
 from quire.kernels.sampling import Draws
 from quire.program.operations import Activation, Gating, Program, Routing
 
@@ -193,7 +193,7 @@ class ForwardPass(Protocol):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
         adapters: StepAdapters | None = None,
-        placed: PlacedRows | None = None,
+        content: StepContent | None = None,
     ) -> Tensor:
         """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and
         V of every token.
@@ -201,8 +201,7 @@ class ForwardPass(Protocol):
         `num_wanted`, int32 [S] on the host: of each sequence, how many of its last tokens' hidden
         states are wanted; None:
         all of them. Those of the others may be as an earlier layer left them: the last one need not
-        compute them. `placed` is what `Place` and `Take` read; only a program with one of them
-        takes it.
+        compute them. Only a program that reads rows from outside takes any in `content`.
         """
         ...
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels, Weights
 from quire.kernels.lora import StepAdapters
-from quire.kernels.placed import PlacedRows
+from quire.kernels.placed import PlacedRows, Rotations, StepContent
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -72,6 +72,8 @@ class StepTensors:
     adapters: StepAdapters | None = None
     """Of the rows that are computed; None where none of them uses one."""
     placed: PlacedRows | None = None
+    rotations: Rotations | None = None
+    """Of the rows that are computed."""
 
     @property
     def positions(self) -> Tensor:
@@ -106,12 +108,12 @@ class Interpreter:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
         adapters: StepAdapters | None = None,
-        placed: PlacedRows | None = None,
+        content: StepContent | None = None,
     ) -> Tensor:
         """See `ForwardPass`."""
         wanted = None if num_wanted is None else wanted_tokens(num_wanted, batch)
         whole = StepTensors(
-            token_ids, positions, kv_caches, batch, wanted, adapters=adapters, placed=placed
+            token_ids, positions, kv_caches, batch, wanted, adapters=adapters, **_brought(content)
         )
         narrow = whole if wanted is None else _narrowed(whole, wanted)
         values: dict[int, Any] = {}
@@ -228,9 +230,10 @@ class Interpreter:
                     )
                 )
                 return x
-            case ops.Rope(heads=heads, table=table):
+            case ops.Rope(heads=heads):
+                rows, angles = self._rotations(step, operation.table)
                 for part in split_heads(x, heads)[:2]:
-                    kernels.rope(part, step.positions, weights.ropes[table])
+                    kernels.rope(part, rows, angles)
                 return x
             case ops.WriteKV(heads=heads, cache=cache):
                 slots = step.batch.of_cache(cache).slots
@@ -241,7 +244,16 @@ class Interpreter:
                 return kernels.embedding(ids, weights.tables[table])
             case ops.Place():
                 placed = step.placed
-                return x if placed is None else x.index_copy(0, placed.tokens, placed.rows)
+                if placed is None:
+                    return x
+                return x.index_copy(0, placed.tokens, placed.rows[:, : x.shape[1]])
+            case ops.AddPlaced(first_column=first):
+                placed = step.placed
+                if placed is None:
+                    return x
+                return x.index_add(
+                    0, placed.tokens, placed.rows[:, first : first + x.shape[1]].contiguous()
+                )
             case ops.Take():
                 return self._taken(step)
             case ops.Scale(factor=factor):
@@ -252,6 +264,13 @@ class Interpreter:
                 return x.index_copy(0, step.wanted_rows, y)
         raise NotImplementedError(f"the interpreter has no {type(operation).__name__}")
 
+    def _rotations(self, step: StepTensors, table: int | None) -> tuple[Tensor, Tensor]:
+        """Return of each token the row of a table that turns it, and the table."""
+        if step.rotations is not None:
+            return step.rotations
+        assert table is not None, "this program takes rotations from outside"
+        return step.positions, self._weights.ropes[table]
+
     def _taken(self, step: StepTensors) -> Tensor:
         assert step.placed is not None, "this program computes rows from outside"
         tokens, rows = step.placed
@@ -261,9 +280,9 @@ class Interpreter:
         self, heads: Tensor, step: StepTensors, table: int, is_interleaved: bool
     ) -> None:
         """Rotate the last elements of heads [T, heads, D] in place."""
-        angles = self._weights.ropes[table]
+        rows, angles = self._rotations(step, table)
         start = heads.shape[2] - 2 * angles.shape[2]
-        self._kernels.rope(heads, step.positions, angles, interleaved=is_interleaved, start=start)
+        self._kernels.rope(heads, rows, angles, interleaved=is_interleaved, start=start)
 
     def _write_latent(self, operation: ops.WriteLatent, step: StepTensors, x: Tensor) -> Tensor:
         latent, row = x[:, : operation.norm.size], x.unsqueeze(1)
@@ -274,12 +293,21 @@ class Interpreter:
         return x
 
 
+def _brought(content: StepContent | None) -> dict[str, Any]:
+    return {} if content is None else content._asdict()
+
+
 def _narrowed(whole: StepTensors, wanted: WantedTokens) -> StepTensors:
     """The wanted tokens' rows of a step."""
     adapters = whole.adapters
     if adapters is not None:
         adapters = adapters._replace(of_token=adapters.of_token[wanted.rows])
-    return replace(whole, batch=wanted.batch, is_narrow=True, adapters=adapters)
+    rotations = whole.rotations
+    if rotations is not None:
+        rotations = rotations._replace(rows=rotations.rows[wanted.rows])
+    return replace(
+        whole, batch=wanted.batch, is_narrow=True, adapters=adapters, rotations=rotations
+    )
 
 
 def _with_lifetimes(program: Program) -> list[tuple[ops.Operation, bool, tuple[int, ...]]]:

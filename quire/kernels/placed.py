@@ -17,13 +17,35 @@ class PlacedRows(NamedTuple):
     """[M, width] in the compute dtype."""
 
 
-class RowSource(Protocol):
-    """Knows which positions of the worker's rows have content of their own."""
+class Rotations(NamedTuple):
+    """What turns the heads of each token in place of what its position does."""
+
+    rows: Tensor
+    """int64 [T]: of each token, the row of the table."""
+    table: Tensor
+    """float32 [rows, 2, R / 2]: cosines, then sines, halves paired."""
+
+
+class StepContent(NamedTuple):
+    """What a step brings from outside."""
+
+    placed: PlacedRows | None = None
+    """What `Place`, `AddPlaced` and `Take` read."""
+    rotations: Rotations | None = None
+    """What every `Rope` turns by; None: by positions."""
+
+
+class ContentSource(Protocol):
+    """Knows which positions of the worker's rows have content of their own, and how positions are
+    counted beside it."""
+
+    def concerns(self, rows: Sequence[int]) -> bool:
+        """Whether any sequence in these rows has any."""
+        ...
 
     def of_step(
         self, rows: Sequence[int], query_start: Tensor, context_len: Tensor
-    ) -> PlacedRows | None:
+    ) -> StepContent | None:
         """Look up the sequences in these rows, whose tokens begin at `query_start`, int32 [S + 1],
-        and whose contexts end at `context_len`, int32 [S]; None where none of their tokens has
-        any."""
+        and whose contexts end at `context_len`, int32 [S]; None where none of them has any."""
         ...

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import InvalidParameterError, NotAvailableError, QuireError
+from quire.models.image_processing import MAX_RATIO
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -25,8 +26,6 @@ Pixels = NDArray[np.uint8]
 MAX_PIXELS = 40_000_000
 """Larger than what cameras of phones take as a rule; 120 MB decoded."""
 MAX_EDGE = 32_768
-MAX_RATIO = 200
-"""Of the longer edge to the shorter one."""
 MAX_SCANS = 200
 """Of a JPEG file, previews included; cameras and encoders write about ten. Each costs a pass over
 all pixels, and takes fifty bytes of a file."""

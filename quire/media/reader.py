@@ -17,8 +17,9 @@ from quire.core.images import Image, PlacedImage
 from quire.errors import InvalidParameterError, UnavailableError
 from quire.media.sources import ImageSource, MediaAccess
 from quire.models.declaration import VisionSpec
+from quire.models.image_places import bounds_of, num_places
 from quire.models.image_processing import ImageProcessing
-from quire.models.tiling import num_tokens, tiling_of
+from quire.models.tiling import tiling_of
 
 MAX_PREPARE_S = 60.0
 """Of one image, from the request to the pixels that the tower reads."""
@@ -42,8 +43,12 @@ class ReaderLimits:
     vision: VisionSpec
     max_images: int
     """Of a request."""
+    max_places: int
+    """Of one image."""
     max_tokens: int
     """Places of all images of a request together."""
+    max_bytes: int
+    """Of their pixels."""
 
 
 class ImageReader:
@@ -85,7 +90,8 @@ class ImageReader:
     def check_count(self, count: int, param: str) -> None:
         """Refuse more images than a request may have."""
         limits = self.limits
-        most = min(limits.max_images, limits.max_tokens // limits.vision.num_tokens)
+        least = bounds_of(limits.vision, limits.processing).min_places
+        most = min(limits.max_images, limits.max_tokens // least)
         if count > most:
             raise InvalidParameterError(
                 f"{param}: the request has {count} images, and this engine takes at most {most} "
@@ -114,13 +120,7 @@ class ImageReader:
                 f"{len(images)} images are given; write one for each",
                 param=param,
             )
-        num_places = sum(image.num_tokens for image in images)
-        if num_places > self.limits.max_tokens:
-            raise InvalidParameterError(
-                f"{param}: its images take {num_places} places, and this engine keeps at most "
-                f"{self.limits.max_tokens} (image_cache_memory); give fewer or smaller ones",
-                param=param,
-            )
+        self._check_size(images, param)
         if not images:
             return ExpandedPrompt(list(token_ids), ())
         found, placed, left = list[int](), list[PlacedImage](), iter(images)
@@ -132,6 +132,21 @@ class ImageReader:
             placed.append(PlacedImage(len(found), image))
             found += [placeholder] * image.num_tokens
         return ExpandedPrompt(found, tuple(placed))
+
+    def _check_size(self, images: Sequence[Image], param: str) -> None:
+        """Refuse images that are too large together."""
+        places = sum(image.num_tokens for image in images)
+        num_bytes = sum(len(image.pixels) for image in images)
+        if places > self.limits.max_tokens:
+            wrong = f"take {places} places, and this engine keeps at most {self.limits.max_tokens}"
+        elif num_bytes > self.limits.max_bytes:
+            wrong = f"have {num_bytes:,} bytes of pixels, and at most {self.limits.max_bytes:,} fit"
+        else:
+            return
+        raise InvalidParameterError(
+            f"{param}: its images {wrong} (image_cache_memory); give fewer or smaller ones",
+            param=param,
+        )
 
     def close(self) -> None:
         """Stop the threads; what they are at ends by itself. Idempotent."""
@@ -155,5 +170,13 @@ class ImageReader:
         small = processed(pixels, settings, param)
         height, width = small.shape[:2]
         tiling = tuple(tiling_of(pixels.shape[:2], self.limits.vision) or ())
-        places = num_tokens(tiling, self.limits.vision)
+        edges = (height, width) if not tiling else (width, width)
+        places = num_places(*edges, tiling, self.limits.vision)
+        if places > self.limits.max_places:
+            raise InvalidParameterError(
+                f"{param}: an image of {pixels.shape[1]} x {pixels.shape[0]} pixels takes {places} "
+                f"places, and this engine reads images of at most {self.limits.max_places}; give a "
+                "smaller one, or max_pixels in mm_processor_kwargs",
+                param=param,
+            )
         return Image(identity.digest(), small.tobytes(), height, width, places, tiling)

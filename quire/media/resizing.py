@@ -18,6 +18,9 @@ def processed(pixels: Pixels, settings: ImageProcessing, param: str = "image") -
     InvalidParameterError for an image that would become too large on the way."""
     if settings.grids:
         return _tiles(pixels, settings, param)
+    if settings.pixels is not None:
+        target = own_size(pixels.shape[:2], settings.pixels, settings.place_size)
+        return _resized(pixels, target, settings.resample, param)
     if settings.pads_to_square:
         pixels = _squared(pixels, settings.mean, param)
     if settings.size is not None:
@@ -46,6 +49,22 @@ def _tiles(pixels: Pixels, settings: ImageProcessing, param: str) -> Pixels:
     grid = canvas.reshape(height // edge, edge, width // edge, edge, 3).transpose(0, 2, 1, 3, 4)
     whole = _resized(pixels, settings.crop, settings.resample, param)
     return np.concatenate([whole, grid.reshape(-1, edge, 3)])
+
+
+def own_size(size: tuple[int, ...], limits: tuple[int, int], unit: int) -> tuple[int, int]:
+    """Return height and width as multiples of `unit`, of at least and at most so many pixels, in
+    nearly the same ratio (arXiv:2409.12191, section 2.1; rounded as transformers does)."""
+    height, width = size
+    least, most = limits
+    rows, columns = round(height / unit), round(width / unit)
+    area = rows * columns * unit**2
+    if area > most:
+        scale = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(edge / scale / unit)) for edge in size)
+    elif area < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(edge * scale / unit) for edge in size)
+    return rows * unit, columns * unit
 
 
 def _target(pixels: Pixels, size: tuple[int, int] | int) -> tuple[int, int]:

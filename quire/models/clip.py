@@ -19,7 +19,7 @@ from quire.models.declaration import (
 from quire.models.dimensions import ACTIVATIONS
 from quire.program.operations import Activation
 
-_ACTIVATIONS: dict[str, Activation] = {**ACTIVATIONS, "quick_gelu": "gelu_sigmoid"}
+VISION_ACTIVATIONS: dict[str, Activation] = {**ACTIVATIONS, "quick_gelu": "gelu_sigmoid"}
 _CHANNELS = 3
 
 
@@ -37,7 +37,7 @@ def declare_clip(config: ConfigReader, at: str, layer: int) -> RowsSpec:
     num_positions = (config.integer("image_size") // config.integer("patch_size")) ** 2 + 1
     config.ignore("projection_dim", "initializer_factor", "vocab_size")
     eps = config.number("layer_norm_eps", 1e-5)
-    activation = config.choice("hidden_act", _ACTIVATIONS, "quick_gelu")
+    activation = config.choice("hidden_act", VISION_ACTIVATIONS, "quick_gelu")
     ffn = config.integer("intermediate_size")
     return RowsSpec(
         width=patch.num_inputs,

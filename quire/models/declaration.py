@@ -387,10 +387,6 @@ class PositionBiasSpec:
     """Keys further away share the last bucket."""
 
 
-TOWER_STAGES = 4
-"""Pieces that a tower is computed in; each keeps memory for its values."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowsSpec:
     """A program over rows that come from outside: `exit(final_norm(blocks(norm(entry(x)))))`, of
@@ -431,42 +427,33 @@ class VisionSpec:
     """The token that holds the place of each row."""
     patch_size: int
     """Height and width of a patch, whose pixels come by channel, row and column."""
-    image_size: int
-    """Height and width of every image behind the processor."""
+    image_size: int | None
+    """Height and width of every image behind the processor; None: multiples of a place's."""
     tower: RowsSpec
-    num_leading: int
-    """Rows of the tower before the patches' (a class token)."""
-    drops_leading: bool
-    """Whether those get no place in the prompt."""
     projector: RowsSpec
+    num_leading: int = 0
+    """Rows of the tower before the patches' (a class token)."""
+    drops_leading: bool = False
+    """Whether those get no place in the prompt."""
     grids: tuple[tuple[int, int], ...] = ()
     """Heights and widths that an image is brought to and cut into tiles, beside the whole of it;
     none: the whole alone (`quire.models.tiling`)."""
     newline: TensorSpec | None = None
     """The row behind each row of patches, where there are tiles."""
+    num_frames: int = 1
+    """Pictures of a film that a patch has pixels of; an image is all of them."""
+    merge: int = 1
+    """Patches along each edge of the square that gets one place: the projector reads their rows as
+    one, and the tower has them next to one another."""
+    window: int | None = None
+    """Places along each edge of the squares within which blocks attend; None: to all."""
+    whole_blocks: frozenset[int] = frozenset()
+    """Blocks that attend to all all the same."""
 
     @property
-    def max_tiles(self) -> int:
-        """Of an image, the whole of it included."""
-        area = self.image_size**2
-        return 1 + max((height * width // area for height, width in self.grids), default=0)
-
-    @property
-    def max_tokens(self) -> int:
-        """Places that an image takes at most."""
-        side, edge = self.image_size // self.patch_size, self.image_size
-        rows = ((height // edge * side, width // edge * side) for height, width in self.grids)
-        return self.num_tokens + max((height * (width + 1) for height, width in rows), default=0)
-
-    @property
-    def num_patches(self) -> int:
-        """Of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def num_tokens(self) -> int:
-        """Places that an image, or the whole of one in tiles, takes in the prompt."""
-        return self.num_patches + (0 if self.drops_leading else self.num_leading)
+    def place_size(self) -> int:
+        """Height and width of what gets one place, in pixels."""
+        return self.patch_size * self.merge
 
 
 class FlopsPerToken(NamedTuple):
@@ -537,6 +524,12 @@ class DecoderSpec:
         beyond the usual one."""
         scaled = [rope.max_context_len for rope in self._ropes]
         return max(self.context_len, *scaled, 0)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Of each pair of a head, which of a token's three positions turns it; none: a token has
+        one."""
+        return next((rope.axes for rope in self._ropes if rope.axes), ())
 
     @property
     def _ropes(self) -> tuple[RopeSpec, ...]:

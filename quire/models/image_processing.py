@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import UnsupportedModelError
 
+MAX_RATIO = 200
+"""Of an image's longer edge to the shorter one."""
 _MAX_EDGE = 1 << 14
+_MAX_PIXELS = 1 << 25
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
@@ -42,6 +45,15 @@ _KNOWN = frozenset(
         "image_seq_length", "pad_size", "image_grid_pinpoints",
     }
 )  # fmt: skip
+_OWN_SIZES: Mapping[str, Any] = {
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "do_center_crop": False,
+    "do_resize": True,
+}
+"""Of processors that leave each image a size of its own: Qwen2-VL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,16 @@ class ImageProcessing:
     grids: tuple[tuple[int, int], ...] = ()
     """Heights and widths, of which the best is filled and cut into tiles; all else is done to each
     tile, and to the whole image, which is made square."""
+    pixels: tuple[int, int] | None = None
+    """Of images that keep a size of their own, near which they are brought to multiples of
+    `place_size`: at least and at most so many, as `quire.media.resizing` has it."""
+    patch: tuple[int, int, int] = (1, 1, 1)
+    """Of such images: pixels along an edge, patches along that of a place, pictures of a film."""
+
+    @property
+    def place_size(self) -> int:
+        """Of images that keep a size of their own, what divides height and width."""
+        return self.patch[0] * self.patch[1]
 
     @property
     def output(self) -> tuple[int, int] | None:
@@ -72,26 +94,19 @@ class ImageProcessing:
 
 
 def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
-    """Read the settings of a processor of CLIP's or SigLIP's kind. Raises UnsupportedModelError
-    naming the key, or the kind, that is not implemented."""
+    """Read the settings of a processor of CLIP's, SigLIP's or Qwen2-VL's kind. Raises
+    UnsupportedModelError naming the key, or the kind, that is not implemented."""
     kind = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
     family = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", str(kind))
+    if family == "Qwen2VL":
+        return _with_own_sizes(config)
     if family not in _DEFAULTS:
-        raise _refusal("image_processor_type", kind, ", ".join(sorted(_DEFAULTS)))
-    config = {**_DEFAULTS[family], **{k: v for k, v in config.items() if v is not None}}
-    unknown = sorted(key for key in set(config) - _KNOWN if config[key] not in (None, False))
-    if unknown:
-        raise _refusal(unknown[0], config[unknown[0]], "no such key")
-    if config.get("do_convert_rgb") is False:
-        raise _refusal("do_convert_rgb", False, "true")
-    resample = config.get("resample", _BICUBIC)
-    if resample not in _FILTERS:
-        raise _refusal("resample", resample, "a filter of Pillow, 0 to 5")
+        raise _refusal("image_processor_type", kind, ", ".join(sorted([*_DEFAULTS, "Qwen2VL"])))
+    config = _with_defaults(config, _DEFAULTS[family], _KNOWN)
     size = _size(config, "size", {"shortest_edge": 224})
     crop = _size(config, "crop_size", {"height": 224, "width": 224})
     if isinstance(crop, int):
         crop = (crop, crop)
-    scales, normalizes = config.get("do_rescale", True), config.get("do_normalize", True)
     grids = tuple(_grid(each) for each in config.get("image_grid_pinpoints") or ())
     if grids and (crop != (size, size) or not config.get("do_resize", True)):
         raise _refusal("crop_size", config.get("crop_size"), "the size, where there are tiles")
@@ -99,12 +114,66 @@ def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
         grids=grids,
         pads_to_square=bool(config.get("do_pad", False)) and not grids,
         size=size if config.get("do_resize", True) else None,
-        resample=int(resample),
         crop=crop if config.get("do_center_crop", True) else None,
-        scale=_number(config.get("rescale_factor", 1 / 255), "rescale_factor") if scales else 1.0,
-        mean=_channels(config, "image_mean", _CLIP_MEAN) if normalizes else (0.0,) * 3,
-        std=_channels(config, "image_std", _CLIP_STD) if normalizes else (1.0,) * 3,
+        **_scaling(config),
     )
+
+
+def _with_own_sizes(config: Mapping[str, Any]) -> ImageProcessing:
+    """Read a processor of Qwen2-VL's kind, whose sizes are numbers of pixels."""
+    known = _KNOWN | {*_OWN_SIZES, "min_pixels", "max_pixels"}
+    config = _with_defaults(config, _OWN_SIZES, known)
+    if not config["do_resize"] or config["do_center_crop"] or config.get("do_pad"):
+        raise _refusal("do_resize", config["do_resize"], "true, without do_center_crop and do_pad")
+    size = config["size"]
+    if not isinstance(size, Mapping):
+        raise _refusal("size", size, "shortest_edge and longest_edge, as numbers of pixels")
+    least: Any = config.get("min_pixels", size.get("shortest_edge") or size.get("min_pixels"))
+    most: Any = config.get("max_pixels", size.get("longest_edge") or size.get("max_pixels"))
+    for key, value in (("min_pixels", least), ("max_pixels", most)):
+        if type(value) is not int or not 1 <= value <= _MAX_PIXELS:
+            raise _refusal(key, value, f"whole numbers from 1 to {_MAX_PIXELS}")
+    if least > most:
+        raise _refusal("min_pixels", least, f"at most max_pixels={most}")
+    edge, merge, frames = (
+        _edge(config[key], key) for key in ("patch_size", "merge_size", "temporal_patch_size")
+    )
+    return ImageProcessing(
+        pads_to_square=False,
+        size=None,
+        crop=None,
+        pixels=(least, most),
+        patch=(edge, merge, frames),
+        **_scaling(config),
+    )
+
+
+def _with_defaults(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], known: Set[str]
+) -> dict[str, Any]:
+    """Return the settings with what they leave out. Refuses those that mean nothing."""
+    config = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    unknown = sorted(key for key in set(config) - known if config[key] not in (None, False))
+    if unknown:
+        raise _refusal(unknown[0], config[unknown[0]], "no such key")
+    if config.get("do_convert_rgb") is False:
+        raise _refusal("do_convert_rgb", False, "true")
+    return config
+
+
+def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what all processors have in common."""
+    scales, normalizes = config.get("do_rescale", True), config.get("do_normalize", True)
+    resample = config.get("resample", _BICUBIC)
+    if resample not in _FILTERS:
+        raise _refusal("resample", resample, "a filter of Pillow, 0 to 5")
+    factor = _number(config.get("rescale_factor", 1 / 255), "rescale_factor")
+    return {
+        "resample": int(resample),
+        "scale": factor if scales else 1.0,
+        "mean": _channels(config, "image_mean", _CLIP_MEAN) if normalizes else (0.0,) * 3,
+        "std": _channels(config, "image_std", _CLIP_STD) if normalizes else (1.0,) * 3,
+    }
 
 
 def _size(config: Mapping[str, Any], key: str, default: Any) -> tuple[int, int] | int:

@@ -137,6 +137,7 @@ def declare_llava_next(config: ConfigReader) -> DecoderSpec:
     config.require("use_image_newline_parameter", True)
     given = config.raw("image_grid_pinpoints") if config.has("image_grid_pinpoints") else _GRIDS
     edge = spec.vision.image_size
+    assert edge is not None
     are_pairs = isinstance(given, list | tuple) and all(
         isinstance(each, list | tuple)
         and len(each) == 2

@@ -172,9 +172,7 @@ class _Lowering:
                 ops.NormHeads((x,), row(), heads, "keys", self._norm_weights(spec.key_norm))
             )
         if spec.rope is not None:
-            x = self._emit(
-                ops.Rope((x,), row(), heads, self._ropes.setdefault(spec.rope, len(self._ropes)))
-            )
+            x = self._emit(ops.Rope((x,), row(), heads, self._rope(spec.rope)))
         if not spec.is_causal:
             bias = None if self._bias is None else 0
             out = (self._value(heads.query_width),)
@@ -189,6 +187,10 @@ class _Lowering:
             ops.Attend((x,), out, heads, cache, spec.scale, spec.window, spec.soft_cap, sinks)
         )
         return self._linear(x, spec.output)
+
+    def _rope(self, spec: RopeSpec) -> int | None:
+        """Return the number of its table; None where each step brings what it turns by."""
+        return None if spec.is_of_grid else self._ropes.setdefault(spec, len(self._ropes))
 
     def _latent_attention(self, spec: LatentAttentionSpec, x: int) -> int:
         table = self._ropes.setdefault(spec.rope, len(self._ropes))

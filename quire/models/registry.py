@@ -30,6 +30,7 @@ from quire.models.olmoe import declare_olmoe
 from quire.models.phi3 import declare_phi3
 from quire.models.qwen2 import declare_qwen2
 from quire.models.qwen2_moe import declare_qwen2_moe
+from quire.models.qwen2_vl import declare_qwen2_5_vl, declare_qwen2_vl
 from quire.models.qwen3 import declare_qwen3
 from quire.models.qwen3_moe import declare_qwen3_moe
 from quire.models.smollm3 import declare_smollm3
@@ -93,6 +94,8 @@ ARCHITECTURES: dict[str, Declare] = {
     "GPT2LMHeadModel": declare_gpt2,
     "LlavaForConditionalGeneration": declare_llava,
     "LlavaNextForConditionalGeneration": declare_llava_next,
+    "Qwen2VLForConditionalGeneration": declare_qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": declare_qwen2_5_vl,
 }
 """Models that generate text."""
 POOLING_ARCHITECTURES: dict[str, Declare] = {

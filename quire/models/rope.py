@@ -82,6 +82,12 @@ class RopeSpec:
     rotated_dim: int
     theta: float
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
+    """Of each pair, which of a token's three positions turns it (0: in time, 1: row, 2: column), in
+    a model whose images have such (arXiv:2409.12191, section 2.1); none: a token has one."""
+    is_of_grid: bool = False
+    """Of patches: their row turns the first half of the pairs, their column the others, each with
+    the frequencies of half as many values."""
 
     @property
     def score_factor(self) -> float:
@@ -149,8 +155,29 @@ def read_rope_section(
     theta = section.number("rope_theta", default.theta, minimum=_MIN_THETA)
     key = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
     section.ignore("type")
-    read = section.choice(key, _SCALINGS, "default")
-    return RopeSpec(default.rotated_dim, theta, read(config, section, default.rotated_dim))
+    scalings = _SCALINGS | {"mrope": _SCALINGS["default"]} if _has_axes(config) else _SCALINGS
+    read = section.choice(key, scalings, "default")
+    scaling = read(config, section, default.rotated_dim)
+    return RopeSpec(default.rotated_dim, theta, scaling, _read_axes(section, default.rotated_dim))
+
+
+def _has_axes(config: ConfigReader) -> bool:
+    """Return whether the model reads more than text, whose tokens may have three positions."""
+    return config.architecture.endswith("ForConditionalGeneration")
+
+
+def _read_axes(section: ConfigReader, rotated_dim: int) -> tuple[int, ...]:
+    """Read how many pairs each of three positions turns: one part after the other, or, interleaved,
+    of three pairs one each, as long as they last, and time the rest."""
+    if not _has_axes(section) or not section.has("mrope_section"):
+        return ()
+    sizes = section.integers("mrope_section", rotated_dim)
+    if len(sizes) != 3 or 2 * sum(sizes) != rotated_dim:
+        raise section.refuse("mrope_section", f"three numbers with the sum {rotated_dim // 2}")
+    if not section.flag("mrope_interleaved", False):
+        return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
+    ends = (0, 3 * sizes[1], 3 * sizes[2])
+    return tuple(pair % 3 if pair < ends[pair % 3] else 0 for pair in range(rotated_dim // 2))
 
 
 def _read_rotated_dim(config: ConfigReader, section: ConfigReader | None, head_dim: int) -> int:

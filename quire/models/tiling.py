@@ -39,6 +39,7 @@ def tiling_of(size: Size, vision: VisionSpec) -> Tiling | None:
     """Return the tiling of an image; None for a model that has none."""
     if not vision.grids:
         return None
+    assert vision.image_size is not None
     height, width = size
     target = best_size(size, vision.grids)
     rows, columns = target[0] // vision.image_size, target[1] // vision.image_size
@@ -50,12 +51,3 @@ def tiling_of(size: Size, vision: VisionSpec) -> Tiling | None:
     else:
         left = (most_columns - int(round(width * (most_rows / height), 7))) // 2
     return Tiling(rows, columns, top, left, most_rows - 2 * top, most_columns - 2 * left)
-
-
-def num_tokens(tiling: Sequence[int], vision: VisionSpec) -> int:
-    """Return the places that an image takes: of the whole image, then of each row of patches, with
-    one that ends it."""
-    if not tiling:
-        return vision.num_tokens
-    *_, height, width = tiling
-    return vision.num_tokens + height * (width + 1)

@@ -7,6 +7,7 @@ through the final norm and the output projection.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from quire.kernels.interface import ForwardPass, Kernels, PackedLinear, Weights
 from quire.kernels.interpreter import normed
 from quire.kernels.lora import AdapterRows
-from quire.kernels.placed import PlacedRows, RowSource
+from quire.kernels.placed import ContentSource, StepContent
 from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
@@ -36,7 +37,7 @@ class DecoderModel:
     """Memory that the weights take, tables of RoPE included."""
     adapters: AdapterRows | None = None
     """Who uses which adapter; None where the program takes none."""
-    images: RowSource | None = None
+    images: ContentSource | None = None
     """What stands in place of tokens, in a model that reads images."""
 
     @property
@@ -67,10 +68,14 @@ class DecoderModel:
             context.kv_caches,
             context.num_wanted,
             adapters,
-            self._placed(context),
+            self._content(context),
         )
 
-    def _placed(self, context: StepContext) -> PlacedRows | None:
+    def is_recordable(self, rows: Sequence[int] | None) -> bool:
+        """Whether tokens and positions alone decide what the sequences in these rows give."""
+        return self.images is None or not self.images.concerns(rows or ())
+
+    def _content(self, context: StepContext) -> StepContent | None:
         if self.images is None or context.rows is None:
             return None
         batch = context.batch

@@ -35,6 +35,22 @@ def rope_table(spec: RopeSpec, max_model_len: int) -> Tensor:
     return torch.stack((angles.cos() * magnitude, angles.sin() * magnitude), dim=1)
 
 
+def mixed_rotations(table: Tensor, positions: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """float32 [N, 2, pairs]: of each token, pairs by its three positions, int64 [3, N], as
+    `RopeSpec.axes` says; of a table as `rope_table` makes it."""
+    places = positions[list(axes)].transpose(0, 1)
+    pairs = torch.arange(len(axes), device=table.device)
+    return table[places, :, pairs].transpose(1, 2).contiguous()
+
+
+def grid_rotations(spec: RopeSpec, rows: Tensor, columns: Tensor) -> Tensor:
+    """float32 [N, 2, rotated_dim / 2] for patches in these rows and columns: see
+    `RopeSpec.is_of_grid`."""
+    frequencies = _plain(spec.theta, spec.rotated_dim // 2)
+    angles = torch.cat([place[:, None].float() * frequencies for place in (rows, columns)], dim=1)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
 def _frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     """Angle per position, float32 [rotated_dim / 2], and the factor on cosines and sines."""
     match spec.scaling:

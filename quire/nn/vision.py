@@ -6,7 +6,7 @@ few stages, which can be run one at a time between steps; where they end changes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels.interface import AttentionBatch, ForwardPass, Kernels, Weights
-from quire.kernels.placed import PlacedRows
-from quire.models.declaration import TOWER_STAGES, RowsSpec, TensorSpec, VisionSpec
+from quire.kernels.placed import PlacedRows, Rotations, StepContent
+from quire.models.declaration import AttentionSpec, RowsSpec, TensorSpec, VisionSpec
+from quire.models.image_places import bounds_of, is_whole, tower_stages
 from quire.models.image_processing import ImageProcessing
 from quire.models.lowering import lower_rows
 from quire.models.tiling import Tiling
+from quire.nn.rope import grid_rotations
 from quire.quant.linears import FloatLinears
 
 
@@ -32,9 +34,11 @@ class VisionModel:
         self.spec = spec
         self._processing, self._dtype = processing, floats.dtype
         self._device = floats.kernels.device
-        parts = stages_of(spec.tower, TOWER_STAGES)
-        self._stages = [_Stage(part, floats, spec.num_patches + spec.num_leading) for part in parts]
-        self._projector = _Stage(spec.projector, floats, spec.num_tokens)
+        bounds, stages = bounds_of(spec, processing), tower_stages(spec)
+        parts = parts_of(spec.tower, stages)
+        self._stages = [_Stage(part, floats, bounds.max_rows) for part in parts]
+        self._are_whole = [not stage or is_whole(spec, stage[0]) for stage in stages]
+        self._projector = _Stage(spec.projector, floats, bounds.max_places)
         self._newline = None if spec.newline is None else _filled(spec.newline, floats)
 
     @property
@@ -50,6 +54,7 @@ class VisionModel:
         is to be done, and last the rows [places, H]. Those of an image in tiles are its own, then
         the grid's (`Image.tiling`)."""
         found, edge = list[Tensor](), self.spec.image_size if tiling else len(pixels)
+        assert edge is not None
         for first in range(0, len(pixels), edge):
             for rows in self._encode_tile(pixels[first : first + edge]):
                 if rows is None:
@@ -60,7 +65,7 @@ class VisionModel:
 
     def _arranged(self, tiles: list[Tensor], tiling: Tiling) -> Tensor:
         """Put the tiles' patches row by row, without what surrounds the image, each row ended."""
-        assert self._newline is not None
+        assert self._newline is not None and self.spec.image_size is not None
         whole, *others = tiles
         side = self.spec.image_size // self.spec.patch_size
         grid = torch.stack(others).view(tiling.rows, tiling.columns, side, side, -1)
@@ -72,22 +77,71 @@ class VisionModel:
 
     def _encode_tile(self, pixels: NDArray[np.uint8]) -> Iterator[Tensor | None]:
         spec = self.spec
-        patches = patches_of(pixels, self._processing, spec.patch_size)
-        rows = torch.from_numpy(patches).to(device=self._device, dtype=self._dtype)
+        grid = PatchGrid.of(spec, *pixels.shape[:2])
+        patches = patches_of(pixels, self._processing, spec.patch_size, spec.num_frames)
+        ordered = torch.from_numpy(patches)[grid.patches]
+        rows = ordered.to(device=self._device, dtype=self._dtype)
         first, count = spec.num_leading, len(rows) + spec.num_leading
-        for stage in self._stages:
-            rows = stage.run(rows, first, count)
+        whole, rotations = torch.tensor([0, count], dtype=torch.int32), grid.rotations(spec.tower)
+        for stage, sees_all in zip(self._stages, self._are_whole, strict=True):
+            rows = stage.run(rows, first, whole if sees_all else grid.window_ends, rotations)
             first = 0
             yield None
         if spec.drops_leading:
             rows = rows[spec.num_leading :].contiguous()
-        yield self._projector.run(rows, 0, len(rows))
+        rows = rows.view(-1, spec.merge**2 * rows.shape[1])
+        ends = torch.tensor([0, len(rows)], dtype=torch.int32)
+        yield self._projector.run(rows, 0, ends)[grid.places]
 
 
-def stages_of(tower: RowsSpec, count: int) -> list[RowsSpec]:
-    """Divide a tower into at most so many parts, which follow one another."""
-    size = -(-len(tower.blocks) // count) or 1
-    groups = [tower.blocks[i : i + size] for i in range(0, len(tower.blocks), size)] or [()]
+@dataclass(frozen=True, slots=True)
+class PatchGrid:
+    """In which order a tower has the patches of an image: those of a place next to one another,
+    and places window by window."""
+
+    num_columns: int
+    """Of patches."""
+    patches: Tensor
+    """int64 [N]: of each patch in the tower's order, its place in the image, row by row."""
+    places: Tensor
+    """int64: of each place in the image, row by row, where the tower has it."""
+    window_ends: Tensor
+    """int32, from 0 on: where windows begin and end in the tower's order."""
+
+    @classmethod
+    def of(cls, spec: VisionSpec, height: int, width: int) -> PatchGrid:
+        """Return the order for an image of this size."""
+        merge = spec.merge
+        rows, columns = height // spec.patch_size // merge, width // spec.patch_size // merge
+        patches = torch.arange(rows * columns * merge**2).view(rows, merge, columns, merge)
+        edge = spec.window or max(rows, columns, 1)
+        down, across = -(-rows // edge), -(-columns // edge)
+        place = torch.arange(rows * columns)
+        window = place // columns // edge * across + place % columns // edge
+        order = torch.argsort(window, stable=True)
+        sizes = torch.bincount(window, minlength=down * across).cumsum(0) * merge**2
+        ends = torch.nn.functional.pad(sizes, (1, 0)).to(torch.int32)
+        by_place = patches.transpose(1, 2).reshape(rows * columns, merge**2)
+        return cls(columns * merge, by_place[order].flatten(), torch.argsort(order), ends)
+
+    def rotations(self, tower: RowsSpec) -> Rotations | None:
+        """Return what turns the patches' heads; None where nothing does."""
+        ropes = {
+            mixer.rope
+            for block in tower.blocks
+            for mixer in block.mixers
+            if isinstance(mixer, AttentionSpec) and mixer.rope is not None
+        }
+        if not ropes:
+            return None
+        [rope] = ropes
+        rows, columns = self.patches // self.num_columns, self.patches % self.num_columns
+        return Rotations(torch.arange(len(rows)), grid_rotations(rope, rows, columns))
+
+
+def parts_of(tower: RowsSpec, stages: Sequence[range]) -> list[RowsSpec]:
+    """Divide a tower into parts, which follow one another."""
+    groups = [tuple(tower.blocks[block] for block in stage) for stage in stages]
     parts = [RowsSpec(width=tower.hidden_size, blocks=group) for group in groups]
     parts[0] = replace(tower, blocks=groups[0], final_norm=None, exit=None)
     parts[-1] = replace(parts[-1], final_norm=tower.final_norm, exit=tower.exit)
@@ -95,16 +149,17 @@ def stages_of(tower: RowsSpec, count: int) -> list[RowsSpec]:
 
 
 def patches_of(
-    pixels: NDArray[np.uint8], processing: ImageProcessing, size: int
+    pixels: NDArray[np.uint8], processing: ImageProcessing, size: int, num_frames: int = 1
 ) -> NDArray[np.float32]:
-    """Scale pixels [height, width, 3] and cut them into patches [n, 3 * size * size], row by row of
-    the image; in float32, each operation rounded, as the processors of transformers do."""
+    """Scale pixels [height, width, 3] and cut them into patches [n, 3 * frames * size * size], row
+    by row of the image; in float32, each operation rounded, as transformers' processors do."""
     scaled = (pixels.astype(np.float64) * processing.scale).astype(np.float32)
     mean, std = np.array(processing.mean, np.float32), np.array(processing.std, np.float32)
     image = (scaled - mean) / std
     rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
     grid = image[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
-    return np.ascontiguousarray(grid.transpose(0, 2, 4, 1, 3)).reshape(rows * columns, -1)
+    patches = grid.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, 1, size * size)
+    return np.repeat(patches, num_frames, axis=2).reshape(rows * columns, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +193,25 @@ class _Stage:
         self.num_bytes = sum(each.num_bytes for each in weights.linears)
         self.num_bytes += sum(each.nbytes for each in (*tables, *weights.vectors))
 
-    def run(self, rows: Tensor, first: int, count: int) -> Tensor:
-        """Compute `count` rows, of which `rows` are those from `first` on and the others zero."""
-        inputs = _inputs(count, self._kernels.device)
+    def run(
+        self, rows: Tensor, first: int, ends: Tensor, rotations: Rotations | None = None
+    ) -> Tensor:
+        """Compute rows, of which `rows` are those from `first` on and the others zero. They attend
+        to those between the same two of `ends`, int32, from 0 on."""
+        inputs = _inputs(ends, self._kernels.device)
         tokens = inputs.positions[first : first + len(rows)].contiguous()
-        return self._run(
-            inputs.positions, inputs.positions, inputs.batch, (), placed=PlacedRows(tokens, rows)
-        )
+        content = StepContent(PlacedRows(tokens, rows), rotations)
+        return self._run(inputs.positions, inputs.positions, inputs.batch, (), content=content)
 
 
-def _inputs(count: int, device: torch.device) -> _Inputs:
-    positions = torch.arange(count, dtype=torch.int64, device=device)
-    ends = torch.tensor([0, count], dtype=torch.int32, device=device)
-    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+def _inputs(ends: Tensor, device: torch.device) -> _Inputs:
+    positions = torch.arange(int(ends[-1]), dtype=torch.int64, device=device)
+    counts, longest = ends.diff(), int(ends.diff().max())
+    table = torch.zeros(len(counts), 1, dtype=torch.int32, device=device)
     batch = AttentionBatch(
-        ends, ends[1:].clone(), table, torch.zeros_like(positions), positions, count, count
-    )
+        ends.to(device), counts.to(device), table, torch.zeros_like(positions), positions, longest,
+        longest,
+    )  # fmt: skip
     return _Inputs(positions, batch)
 
 

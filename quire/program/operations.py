@@ -62,7 +62,15 @@ class Embed(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Place(Operation):
-    """Replaces rows by those that the step brings for them from outside, if it brings any."""
+    """Replaces rows by the first columns of those that the step brings for them from outside, if it
+    brings any."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddPlaced(Operation):
+    """Adds to rows some columns of those that the step brings for them from outside."""
+
+    first_column: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +260,10 @@ class NormHeads(HeadOperation):
 
 @dataclass(frozen=True, slots=True)
 class Rope(HeadOperation):
-    """Rotates queries and keys by their positions."""
+    """Rotates queries and keys: by what the step brings for each token, or by their positions."""
 
-    table: int
+    table: int | None
+    """By positions; None: the step brings what turns all pairs of a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +288,9 @@ class PrepareHeads(HeadOperation):
         )
 
     @property
-    def table(self) -> int | None:
-        """Of RoPE; None where nothing is rotated."""
-        return next((part.table for part in self.parts if isinstance(part, Rope)), None)
+    def rope(self) -> Rope | None:
+        """What rotates; None where nothing does."""
+        return next((part for part in self.parts if isinstance(part, Rope)), None)
 
     @property
     def cache(self) -> int | None:

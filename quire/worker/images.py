@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from quire.core.images import (
 )
 from quire.core.plan import Record, StepPlan
 from quire.errors import RequestError
-from quire.kernels.placed import PlacedRows
+from quire.kernels.placed import PlacedRows, StepContent
 from quire.nn.vision import VisionModel
+from quire.worker.span_positions import SpanPositions
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,26 @@ Encoding = tuple[ImageOrder, Iterator[Tensor | None]]
 """An order, and what is left to be computed for it."""
 
 
+class _Span(NamedTuple):
+    """A sequence's tokens of a step: those at its places [first, end)."""
+
+    images: tuple[PlacedImage, ...]
+    first: int
+    end: int
+    at: int
+    """Where they begin in the batch."""
+
+
 class ImageTable:
-    """Implements `Companion` and `RowSource`."""
+    """Implements `Companion` and `ContentSource`."""
 
     name = IMAGES
 
     def __init__(self, model: VisionModel, max_tokens: int) -> None:
         """Keep at most `max_tokens` rows, as the control plane does."""
         self._model, self._max_tokens = model, max_tokens
+        self.positions: SpanPositions | None = None
+        """Where places of images are counted by row and column."""
         self._rows: dict[bytes, Tensor] = {}
         self._spare: dict[bytes, Tensor] = {}
         """Encoded for a control plane that started over and may want them again: what there is
@@ -85,24 +99,36 @@ class ImageTable:
         self._encoding = None
         self._asked.clear()
 
+    def concerns(self, rows: Sequence[int]) -> bool:
+        return not self._of_row.keys().isdisjoint(rows)
+
     def of_step(
         self, rows: Sequence[int], query_start: Tensor, context_len: Tensor
-    ) -> PlacedRows | None:
-        """See `RowSource`. Raises RequestError where an image is read that is not there."""
-        if self._of_row.keys().isdisjoint(rows):
+    ) -> StepContent | None:
+        """See `ContentSource`. Raises RequestError where an image is read that is not there."""
+        if not self.concerns(rows):
             return None
-        tokens, found = list[Tensor](), list[Tensor]()
         starts, ends = query_start.tolist(), context_len.tolist()
-        for place, row in enumerate(rows):
-            shift = starts[place + 1] - ends[place]  # from a position to a place in the batch
-            first = starts[place] - shift
-            for start, image in self._of_row.get(row, ()):
-                begin, end = max(start, first), min(start + image.num_tokens, ends[place])
+        spans = [
+            _Span(self._of_row.get(row, ()), end - (after - start), end, start)
+            for row, start, after, end in zip(rows, starts, starts[1:], ends, strict=False)
+        ]
+        rotations = None
+        if self.positions is not None:
+            rotations = self.positions.rotations([span[:3] for span in spans])
+        return StepContent(self._placed(spans), rotations)
+
+    def _placed(self, spans: Sequence[_Span]) -> PlacedRows | None:
+        """Return the rows of the images that some of the step's tokens hold the places of."""
+        tokens, found = list[Tensor](), list[Tensor]()
+        for images, first, last, at in spans:
+            for start, image in images:
+                begin, end = max(start, first), min(start + image.num_tokens, last)
                 if begin >= end:
                     continue
                 if image.digest not in self._rows:
                     raise RequestError("an image is read that was not encoded")
-                tokens.append(torch.arange(begin + shift, end + shift))
+                tokens.append(torch.arange(begin - first + at, end - first + at))
                 found.append(self._rows[image.digest][begin - start : end - start])
         return PlacedRows(torch.cat(tokens), torch.cat(found)) if tokens else None
 

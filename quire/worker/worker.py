@@ -173,7 +173,9 @@ class Worker:
         shared_unit = self.model.kernels.shared_prefix_unit if is_whole else None
         arrays = gather(self.rows, work, shared_unit=shared_unit)
         # from a graph where one was recorded
-        states = None if self.graphs is None else self.graphs.forward(arrays)
+        states = None
+        if self.graphs is not None and self.model.is_recordable(arrays.rows):
+            states = self.graphs.forward(arrays)
         if states is None:
             inputs = move(arrays, self.rows.block_size, self._stage)
             states = self.model.forward(*self._arguments(inputs))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vision_models import LLAVA
+from vision_models import LLAVA, qwen_config
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.config.engine import EngineConfig
@@ -56,6 +56,14 @@ def draft_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("draft") / "config.json"
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 200}
     path.write_text(json.dumps({**TINY_LLAMA, **sizes}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def qwen_vl_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a tiny model whose images keep their own sizes."""
+    path: Path = tmp_path_factory.mktemp("qwen_vl") / "config.json"
+    path.write_text(json.dumps(qwen_config("Qwen2_5_VL")))
     return path
 
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vision_models import picture
 
 from quire.errors import InvalidParameterError, UnsupportedModelError
-from quire.media.resizing import processed
+from quire.media.resizing import own_size, processed
 from quire.models.image_processing import read_image_processing
-from quire.nn.vision import patches_of
+from quire.nn.vision import PatchGrid, patches_of
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")
@@ -94,3 +96,45 @@ def test_settings_that_are_not_implemented_are_refused(settings: Any, says: str)
         settings = {"crop_size": -1}
     with pytest.raises(UnsupportedModelError, match=says):
         read_image_processing(settings)
+
+
+@pytest.mark.parametrize(
+    "limits", [(196, 196 * 6), (56 * 56, 28 * 28 * 1280), (196 * 4, 196 * 4), (1, 1 << 24)]
+)
+def test_images_that_keep_their_sizes_are_those_of_transformers(limits: tuple[int, int]) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+    from vision_models import OWN_SIZES, PATCH, qwen_config
+
+    from quire.models.registry import declare
+
+    given = {**OWN_SIZES, "min_pixels": limits[0], "max_pixels": limits[1]}
+    kept = {key: value for key, value in given.items() if key != "image_processor_type"}
+    theirs, ours = Qwen2VLImageProcessorPil(**kept), read_image_processing(given)
+    vision = declare(qwen_config("Qwen2VL")).vision
+    assert vision is not None
+    for size in [*SIZES, (1, 180), (14, 14), (7, 7), (20, 21)]:
+        pixels = picture(1, *size)
+        try:
+            want = theirs(Image.fromarray(pixels), return_tensors="np")
+        except ValueError:  # they have no image of less than half a place
+            continue
+        found = processed(pixels, ours)
+        assert [1, *(edge // PATCH for edge in found.shape[:2])] == want["image_grid_thw"][
+            0
+        ].tolist()
+        order = PatchGrid.of(vision, *found.shape[:2]).patches
+        patches = patches_of(found, ours, PATCH, 2)[order]
+        assert np.abs(patches - want["pixel_values"]).max() <= 1e-6, size
+
+
+@given(st.integers(1, 40_000), st.integers(1, 40_000), st.integers(1, 1 << 22), st.integers(1, 40))
+def test_sizes_are_those_of_transformers(height: int, width: int, least: int, unit: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    most = 4 * least
+    if max(height, width) > 200 * min(height, width):
+        return
+    want = smart_resize(height, width, unit, least, most)
+    assert own_size((height, width), (least, most), unit) == want

@@ -142,3 +142,82 @@ def write_llava(
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model
+
+
+PLACE = 2 * PATCH
+"""Edge of what gets a place in the models below."""
+OWN_SIZES: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": PATCH,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 2 * PLACE**2,
+    "max_pixels": 24 * PLACE**2,
+}
+"""Processor of a model whose images keep their own sizes."""
+QWEN_TEXT: dict[str, Any] = {
+    **{key: TEXT[key] for key in TEXT if key not in ("model_type", "head_dim")},
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+}
+QWEN_VISION: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": PATCH,
+    },
+    "Qwen2_5_VL": {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": PATCH,
+        "window_size": 2 * PLACE,
+        "fullatt_block_indexes": [1, 3],
+    },
+}
+"""Towers by family."""
+
+
+def qwen_config(family: str) -> dict[str, Any]:
+    """A config as these models were published: the decoder's keys beside the tower's section."""
+    return {
+        **QWEN_TEXT,
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "image_token_id": PLACEHOLDER,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+        "vision_config": QWEN_VISION[family],
+    }
+
+
+def write_qwen(folder: Path, family: str) -> Any:
+    """Save one of these models of random weights as `write_llava` saves a LLaVA. It never answers
+    with a place of an image, which transformers would look for."""
+    import torch
+    import transformers
+
+    torch.manual_seed(4)
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    text = {key: QWEN_TEXT[key] for key in QWEN_TEXT if key != "rope_scaling"}
+    config = getattr(transformers, f"{family}Config")(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=QWEN_VISION[family],
+        image_token_id=PLACEHOLDER,
+        vision_start_token_id=PLACEHOLDER + 1,
+        video_token_id=PLACEHOLDER + 2,
+        vision_end_token_id=PLACEHOLDER + 3,
+    )
+    model: Any = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    model.eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name and "ln_q" not in name:
+                weight.normal_(0.0, 0.3 if "embed_tokens" in name else 0.15)
+        model.lm_head.weight[PLACEHOLDER:] = 0.0
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(OWN_SIZES))
+    return model

@@ -68,7 +68,7 @@ def load_model(
             return weights if is_own else DenseFolder(planned.folder / str(dense.folder))
 
         pooler = None if plan.pooling is None else build_pooler(plan.pooling, model, source_of)
-        images = _image_table(plan, weights, kernels)
+        images = _image_table(plan, weights, kernels, model)
     if cache is not None:
         cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
     experts = None if store is None else _reports(store)
@@ -128,18 +128,29 @@ def _resident(plan: EnginePlan) -> list[tuple[LinearSpec, ...]]:
     return [parts for parts in plan.spec.projections if parts not in paged]
 
 
-def _image_table(plan: EnginePlan, weights: WeightSource, kernels: Kernels) -> ImageTable | None:
+def _image_table(
+    plan: EnginePlan, weights: WeightSource, kernels: Kernels, decoder: DecoderModel
+) -> ImageTable | None:
     """Load what reads images, if the model does."""
-    if plan.images is None or plan.spec.vision is None:
+    vision = plan.spec.vision
+    if plan.images is None or vision is None:
         return None
     from quire.nn.builder import COMPUTE_DTYPES
     from quire.nn.vision import VisionModel
     from quire.quant.linears import FloatLinears
     from quire.worker.images import ImageTable
+    from quire.worker.span_positions import SpanPositions
 
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[plan.dtype])
-    model = VisionModel(plan.spec.vision, plan.images.processing, floats)
-    return ImageTable(model, plan.images.max_tokens)
+    table = ImageTable(VisionModel(vision, plan.images.processing, floats), plan.images.max_tokens)
+    axes = plan.spec.axes
+    if axes:
+        size = vision.place_size
+        [angles] = decoder.weights.ropes
+        table.positions = SpanPositions(
+            lambda image: (image.height // size, image.width // size), axes, angles
+        )
+    return table
 
 
 @contextmanager

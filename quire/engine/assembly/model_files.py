@@ -15,6 +15,7 @@ from quire.common.small_files import is_file, is_folder
 from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec
+from quire.models.image_places import default_processing
 from quire.models.image_processing import ImageProcessing, read_image_processing
 from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
 from quire.quant.quantization_config import read_storage
@@ -88,14 +89,13 @@ class ModelFiles(NamedTuple):
             )
         values = read_preprocessor_config(self.folder)
         if values is None and config.load_format == "dummy":
-            edge = spec.vision.image_size
-            values = {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
+            values = default_processing(spec.vision)
         if values is None:
             raise CheckpointError(
                 f"{self.folder} has no preprocessor_config.json, which says how images are brought "
                 "into the form that the model reads; copy it from where the model was published"
             )
-        return read_image_processing(values)
+        return read_image_processing({**values, **(config.mm_processor_kwargs or {})})
 
     def _check_stored(self, config: EngineConfig) -> None:
         """Refuse a wish for a checkpoint's quantization that the checkpoint does not have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.engine.plan.images import MAX_PIXEL_BYTES
 from quire.engine.plan.planning import EnginePlan
 from quire.media.reader import ImageReader, ReaderLimits
 from quire.media.sources import MediaAccess
@@ -16,7 +17,9 @@ def image_reader(plan: EnginePlan) -> ImageReader | None:
         images.processing,
         vision,
         images.max_per_prompt,
+        images.max_places,
         images.max_tokens,
+        MAX_PIXEL_BYTES,
     )
     access = MediaAccess.of_options(config.allowed_media_domains, config.allowed_local_media_path)
     return ImageReader(limits, access)

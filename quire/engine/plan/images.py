@@ -8,13 +8,17 @@ from quire.common.numbers import format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.engine.plan.memory import block_bytes
 from quire.errors import ConfigError
-from quire.models.declaration import DTYPE_BYTES, TOWER_STAGES, DecoderSpec
+from quire.models.declaration import DTYPE_BYTES, DecoderSpec, VisionSpec
+from quire.models.image_places import ImageBounds, bounds_of, tower_stages
 from quire.models.image_processing import ImageProcessing
 
 DEFAULT_MAX_IMAGES = 16
 """Of a request, where the operator sets no limit."""
 _LEAST_BYTES = 64 << 20
-_MAX_PIXEL_BYTES = 32 << 20
+_MAX_TOWER_BYTES = 2 << 30
+"""Of the tower's values for one image, where the operator does not say how large it may be: of
+Qwen2-VL's, 2.3 million pixels."""
+MAX_PIXEL_BYTES = 32 << 20
 """Of all images of a request: they travel in one message, which may have twice as many."""
 _KEYS = ("image", "video", "audio")
 
@@ -24,6 +28,8 @@ class ImagePlan(NamedTuple):
 
     processing: ImageProcessing
     max_per_prompt: int
+    max_places: int
+    """Of an image."""
     max_tokens: int
     """Places of images whose rows are kept."""
     num_bytes: int
@@ -34,13 +40,58 @@ class ImagePlan(NamedTuple):
 
 
 def plan_images(
-    config: EngineConfig, spec: DecoderSpec, processing: ImageProcessing | None, dtype: str
+    config: EngineConfig,
+    spec: DecoderSpec,
+    processing: ImageProcessing | None,
+    dtype: str,
+    longest: int,
 ) -> ImagePlan | None:
-    """Decide; None for a model that reads no images. Raises ConfigError for what cannot work."""
+    """Decide, for prompts of at most `longest` tokens; None for a model that reads no images.
+    Raises ConfigError for what cannot work."""
     vision = spec.vision
     if vision is None:
         return None
     assert processing is not None, "a model that reads images has a processor"
+    _check_fit(vision, processing)
+    bounds, most = bounds_of(vision, processing), max_per_prompt(config)
+    if vision.image_size is None:
+        bounds = _limited(config, vision, bounds, longest)
+    elif most * 3 * bounds.max_pixels > MAX_PIXEL_BYTES:
+        raise ConfigError(
+            f"limit_mm_per_prompt: {most} images of {vision.image_size} x {vision.image_size} "
+            f"pixels are more than a request may carry, {format_bytes(MAX_PIXEL_BYTES)}; lower it"
+        )
+    row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
+    image_bytes = bounds.max_places * row_bytes
+    given = config.image_cache_memory
+    if given is None:
+        num_bytes = max(_LEAST_BYTES, min(most * image_bytes, longest * row_bytes))
+        reason = f"{num_bytes // image_bytes} images of {bounds.max_places} rows"
+    else:
+        num_bytes, reason = parse_bytes(given, option="image_cache_memory"), "given"
+    if num_bytes < image_bytes:
+        raise ConfigError(
+            f"image_cache_memory={given!r} holds no image: one takes {format_bytes(image_bytes)}"
+        )
+    num_patches = bounds.max_pixels // vision.patch_size**2
+    pixel_bytes = 2 * num_patches * vision.tower.width * DTYPE_BYTES["float32"]
+    workspace_bytes = bounds.max_rows * _row_bytes(vision) + pixel_bytes
+    return ImagePlan(
+        processing, most, bounds.max_places, num_bytes // row_bytes, num_bytes, workspace_bytes,
+        reason,
+    )  # fmt: skip
+
+
+def _check_fit(vision: VisionSpec, processing: ImageProcessing) -> None:
+    """Refuse a processor that makes other images than the tower reads."""
+    if vision.image_size is None:
+        patch = vision.patch_size, vision.merge, vision.num_frames
+        if processing.pixels is None or processing.patch != patch:
+            raise ConfigError(
+                "preprocessor_config.json has patch_size, merge_size and temporal_patch_size "
+                f"{processing.patch}, and the tower of config.json reads {patch}"
+            )
+        return
     size = vision.image_size, vision.image_size
     if processing.output != size:
         raise ConfigError(
@@ -52,30 +103,27 @@ def plan_images(
             f"image_grid_pinpoints are {processing.grids} in preprocessor_config.json and "
             f"{vision.grids} in config.json; they must be the same"
         )
-    row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
-    most = max_per_prompt(config)
-    if most * 3 * vision.image_size**2 * vision.max_tiles > _MAX_PIXEL_BYTES:
-        raise ConfigError(
-            f"limit_mm_per_prompt: {most} images of {size[0]} x {size[1]} pixels are more than a "
-            f"request may carry, {format_bytes(_MAX_PIXEL_BYTES)}; lower it"
-        )
-    image_bytes = vision.max_tokens * row_bytes
-    given = config.image_cache_memory
-    if given is None:
-        num_bytes = max(_LEAST_BYTES, most * image_bytes)
-        reason = f"{num_bytes // image_bytes} images of {vision.max_tokens} rows"
-    else:
-        num_bytes, reason = parse_bytes(given, option="image_cache_memory"), "given"
-    if num_bytes < image_bytes:
-        raise ConfigError(
-            f"image_cache_memory={given!r} holds no image: one takes {format_bytes(image_bytes)}"
-        )
-    num_rows = vision.num_patches + vision.num_leading
-    temporary = TOWER_STAGES * block_bytes(vision.tower.blocks, vision.tower.hidden_size, num_rows)
-    pixels = 2 * num_rows * vision.max_tiles * vision.tower.width * DTYPE_BYTES["float32"]
-    return ImagePlan(
-        processing, most, num_bytes // row_bytes, num_bytes, temporary + pixels, reason
+
+
+def _limited(
+    config: EngineConfig, vision: VisionSpec, bounds: ImageBounds, longest: int
+) -> ImageBounds:
+    """Return the bounds of images that keep their own sizes: what the operator says, or what the
+    tower has memory for."""
+    places = min(bounds.max_places, longest)
+    if "max_pixels" not in (config.mm_processor_kwargs or {}):
+        places = min(places, _MAX_TOWER_BYTES // (vision.merge**2 * _row_bytes(vision)))
+    places = max(places, bounds.min_places)
+    return bounds._replace(
+        max_places=places,
+        max_rows=places * vision.merge**2,
+        max_pixels=places * vision.place_size**2,
     )
+
+
+def _row_bytes(vision: VisionSpec) -> int:
+    """Memory of the tower for each of its rows."""
+    return len(tower_stages(vision)) * block_bytes(vision.tower.blocks, vision.tower.hidden_size, 1)
 
 
 def max_per_prompt(config: EngineConfig) -> int:

@@ -364,7 +364,7 @@ class _Resolver:
         return experts
 
     def _images(self, dtype: str, has_adapters: bool) -> ImagePlan | None:
-        images = plan_images(self.config, self.spec, self.processing, dtype)
+        images = plan_images(self.config, self.spec, self.processing, dtype, self._longest())
         if images is None:
             return None
         if self.gpu is not None or has_adapters:

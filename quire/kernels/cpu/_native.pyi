@@ -471,6 +471,10 @@ class Program:
         placed_rows: int,
         num_placed: int,
         placed_width: int,
+        rotated_by: int,
+        rotations: int,
+        num_rotations: int,
+        rotated_half: int,
         out: int,
         /,
     ) -> None: ...

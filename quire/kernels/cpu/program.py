@@ -38,7 +38,7 @@ from quire.kernels.cpu.paging import naming_files
 from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.interpreter import rounded
 from quire.kernels.lora import StepAdapters
-from quire.kernels.placed import PlacedRows
+from quire.kernels.placed import PlacedRows, Rotations, StepContent
 from quire.program import operations as ops
 from quire.program.arena import place_values
 from quire.program.operations import Program, activation_code, gating_code
@@ -49,7 +49,7 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8,
     ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
     ops.Place: 13, ops.Take: 14,
-    ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17,
+    ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17, ops.AddPlaced: 18,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
@@ -124,10 +124,10 @@ class NativeProgram:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
         adapters: StepAdapters | None = None,
-        placed: PlacedRows | None = None,
+        content: StepContent | None = None,
     ) -> Tensor:
         self._attach(kv_caches, batch.group_of or (0,) * len(kv_caches))
-        num_tokens = token_ids.numel()
+        num_tokens, brought = token_ids.numel(), content or StepContent()
         of_adapters = ([], 0) if adapters is None else native_adapters(adapters, num_tokens)
         num_sequences = check_batch(batch)
         for each in batch.others:
@@ -154,7 +154,8 @@ class NativeProgram:
                 if num_wanted is None
                 else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
                 *of_adapters,
-                *_native_rows(placed, self._dtype),
+                *_native_rows(brought.placed, self._dtype),
+                *_native_rotations(brought.rotations, num_tokens),
                 out.data_ptr(),
             )
         return out
@@ -184,6 +185,18 @@ def _native_rows(placed: PlacedRows | None, dtype: torch.dtype) -> tuple[int, in
     require(fits, f"step: expected rows of {dtype} [M, width] to be placed", rows)
     count, width = rows.shape
     return indices_address(tokens, "placed_tokens", count), rows.data_ptr(), count, width
+
+
+def _native_rotations(rotations: Rotations | None, num_tokens: int) -> tuple[int, int, int, int]:
+    """Return what the extension takes of rotations: two addresses, rows of the table and pairs."""
+    if rotations is None:
+        return 0, 0, 0, 0
+    rows, table = rotations
+    fits = table.dim() == 3 and table.shape[1] == 2 and table.dtype == torch.float32
+    require(fits, "step: expected rotations float32 [rows, 2, R / 2]", table)
+    count, _, half = table.shape
+    found = address(table, "rotations")
+    return indices_address(rows, "rotated_by", num_tokens), found, count, half
 
 
 class _Writer:
@@ -239,6 +252,8 @@ class _Writer:
                 }
             case ops.Experts():
                 return self._experts(operation)
+            case ops.AddPlaced(first_column=first):
+                return {"first_output": first}
             case ops.Activate(activation=activation):
                 return {"activation": activation_code(activation)}
             case ops.PrepareHeads():
@@ -273,8 +288,11 @@ class _Writer:
         ):
             if norm is not None:
                 fields[name] = self._norm_weight(norm)
-        if operation.table is not None:
-            rope = self._rope(operation.table, operation.heads.head_dim)
+        if operation.rope is not None and operation.rope.table is None:
+            fields["rope_half"] = operation.heads.head_dim // 2
+        elif operation.rope is not None:
+            assert operation.rope.table is not None
+            rope = self._rope(operation.rope.table, operation.heads.head_dim)
             fields |= {"rope": address(rope, "rope"), "rope_half": rope.shape[-1]}
         if operation.cache is not None:
             fields["cache"] = operation.cache

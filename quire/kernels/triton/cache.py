@@ -202,7 +202,8 @@ def enter(
         (num_tokens, heads.query_width), dtype=projected.dtype, device=source.values.device
     )
     query_norm, key_norm = operation.norm_of("queries"), operation.norm_of("keys")
-    rope = None if operation.table is None else weights.ropes[operation.table]
+    table = None if operation.rope is None else operation.rope.table
+    rope = None if table is None else weights.ropes[table]
     (keys, key_scales, form), (values, value_scales, _) = (
         kernel_view(key_cache),
         kernel_view(value_cache),

@@ -36,7 +36,7 @@ class TritonProgram(Interpreter):
     ) -> Any:
         """Compute, of heads, the queries alone: no operation reads the others from here."""
         match operation:
-            case ops.PrepareHeads(cache=int(cache)):
+            case ops.PrepareHeads(cache=int(cache)) if step.rotations is None:
                 batch = step.batch.of_cache(cache)
                 return enter(x, operation, self._weights, batch, step.kv_caches[cache])
             case ops.AddNorm(norm=norm) if norm.kind == "rms":
@@ -59,4 +59,7 @@ def is_one_kernel(operation: ops.PrepareHeads) -> bool:
         norm.kind == "rms" and norm.size == operation.heads.head_dim for norm in found
     )
     offsets = {norm.weight_offset for norm in found}
+    rope = operation.rope
+    if rope is not None and rope.table is None:
+        return False
     return operation.cache is not None and len(found) != 1 and are_of_heads and len(offsets) <= 1
