@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "lora": {"kernels", "core", "models", "weights"},
     "parallel": {"nn", "kernels"},
     "grammar": {"core"},
+    "tiers": {"core"},
     "sampling": {"kernels", "core", "grammar"},
     "spec": {"kernels", "core", "nn", "models", "sampling"},
     "transfer": {"core", "kernels"},
@@ -84,13 +85,14 @@ ALLOWED: dict[str, set[str]] = {
         "parallel",
         "transfer",
         "grammar",
+        "tiers",
     },
 }
 # R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never
 # a request.
 DATA_PLANE = {
     "program", "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora",
-    "parallel", "worker", "executor",
+    "parallel", "worker", "executor", "tiers",
 }  # fmt: skip
 CORE_FOR_THE_DATA_PLANE = {
     "quire.core.plan",
@@ -101,6 +103,7 @@ CORE_FOR_THE_DATA_PLANE = {
     "quire.core.adapters",
     "quire.core.images",
     "quire.core.experts",
+    "quire.core.tiers",
 }
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
@@ -171,12 +174,12 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 6_800, "csrc": 13_000, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
-    "quire/common": 1_300, "quire/config": 1_350, "quire/core": 8_000, "quire/engine": 11_700,
-    "quire/executor": 500, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
+    "quire/common": 1_300, "quire/config": 1_400, "quire/core": 8_600, "quire/engine": 12_200,
+    "quire/executor": 600, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
     "quire/media": 950, "quire/models": 4_700, "quire/nn": 900, "quire/observe": 200,
     "quire/program": 700, "quire/quant": 2_100, "quire/router": 2_200, "quire/sampling": 1_300,
-    "quire/server": 14_100, "quire/sim": 1_450, "quire/spec": 700, "quire/text": 4_100,
-    "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_100,
+    "quire/server": 14_200, "quire/sim": 1_600, "quire/spec": 700, "quire/text": 4_100,
+    "quire/tiers": 900, "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_100,
 }  # fmt: skip
 
 

@@ -219,6 +219,19 @@ class EngineConfig:
         ),
         choices=("auto", *KV_FORMATS, *OTHER_NAMES),
     )
+    kv_cache_dir: str | None = _option(
+        None,
+        "folder that keeps the KV of prompts and answers, for later runs and other processes: "
+        "what was computed once is read, with the same bits",
+    )
+    kv_disk_size: int | str | None = _option(
+        None, 'most that kv_cache_dir takes, in bytes or as "10GiB", which it is by default'
+    )
+    kv_offloading_size: float | None = _option(
+        None,
+        "GiB of host memory that keep KV of which the pool has lost its blocks, as of preempted "
+        "requests",
+    )
     enable_lora: bool = _option(
         False, "serve low-rank adapters (LoRA) beside the model, chosen request by request"
     )
@@ -347,6 +360,13 @@ class EngineConfig:
                     "or give fewer"
                 )
         self._check_target()
+        size = self.kv_offloading_size
+        if size is not None and (
+            not isinstance(size, int | float) or isinstance(size, bool) or not 0 <= size < 2**20
+        ):
+            raise ConfigError(
+                f"kv_offloading_size={size!r} must be a number of GiB, such as 4 or 0.5"
+            )
         if (
             not isinstance(self.memory_utilization, int | float)
             or not 0.0 < self.memory_utilization <= 1.0

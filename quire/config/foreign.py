@@ -57,6 +57,7 @@ def _absent(text: str, *neutral: Any, **defaults: Any) -> list[ForeignOption]:
 _TABLE: tuple[ForeignOption, ...] = (
     _renamed("gpu_memory_utilization", "memory_utilization", 0.9),
     _renamed("kv_cache_memory_bytes", "kv_cache_memory"),
+    _renamed("swap_space", "kv_offloading_size"),
     _renamed("async_scheduling", "overlap", None, {True: "on", False: "off"}),
     *_ignored(
         "no code of a model folder is ever run, so there is none to trust", trust_remote_code=False
@@ -79,8 +80,7 @@ _TABLE: tuple[ForeignOption, ...] = (
         max_log_len=None,
     ),
     *_ignored(
-        "KV blocks that are preempted are computed again, not swapped",
-        swap_space=0,
+        "what is preempted is restored or computed again, whichever takes less time",
         preemption_mode=None,
     ),
     *_ignored(
@@ -133,9 +133,8 @@ _TABLE: tuple[ForeignOption, ...] = (
         0,
         cpu_offload_gb=0.0,
         offload_group_size=0,
-        kv_offloading_size=None,
-        kv_offloading_backend=None,
     ),
+    *_absent("blocks are kept by the engine itself", "native", kv_offloading_backend=None),
     *_absent(
         "one engine uses one device",
         1,

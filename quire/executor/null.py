@@ -130,6 +130,34 @@ def _gumbel(key: int, vocab_size: int) -> NDArray[np.float64]:
     return draws
 
 
+class NullMemory:
+    """What each slot of a pool holds: the token written there, and the hash of all up to it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.slot_tokens: NDArray[np.int64] = np.zeros(num_blocks * block_size, np.int64)
+        self.slot_histories: NDArray[np.uint64] = np.zeros(num_blocks * block_size, np.uint64)
+        self._both = tuple(
+            each.reshape(num_blocks, block_size) for each in (self.slot_tokens, self.slot_histories)
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block."""
+        return sum(each[0].nbytes for each in self._both)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of what is in some blocks, one behind the other."""
+        parts = [each[block] for block in blocks for each in self._both]
+        return np.concatenate([part.view(np.uint8) for part in parts])
+
+    def write_blocks(self, blocks: Sequence[int], payload: NDArray[np.uint8]) -> None:
+        """Write what `read_blocks` returned into as many blocks."""
+        parts = iter(np.split(payload, 2 * len(blocks)))
+        for block in blocks:
+            for each in self._both:
+                each[block] = next(parts).view(each.dtype)
+
+
 class NullExecutor:
     """Executes plans against a model of the KV memory instead of the memory."""
 
@@ -137,9 +165,10 @@ class NullExecutor:
         self, num_rows: int, num_blocks: int, block_size: int, *, vocab_size: int = 32,
         key: int = 0,
         script: Script | None = None, companions: Iterable[Companion] = (),
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[int | None] = (None,), memory: NullMemory | None = None,
     ) -> None:  # fmt: skip
-        """`windows` of the groups of layers are as in `SchedulerLimits`."""
+        """`windows` of the groups of layers are as in `SchedulerLimits`. `memory`, if a companion
+        has it as well, is as large as the pool."""
         self.rows = RowTable(num_rows, block_size, len(windows))
         self._windows = windows
         self.companions = Companions(companions)
@@ -155,9 +184,8 @@ class NullExecutor:
             Pool: self._pool,
             WeighTokens: self._weigh,
         }
-        num_slots = num_blocks * block_size if script is None else 0
-        self._slot_tokens: NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        self._slot_histories: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
+        memory = memory or NullMemory(num_blocks if script is None else 1, block_size)
+        self._slot_tokens, self._slot_histories = memory.slot_tokens, memory.slot_histories
 
     def launch(self, plan: StepPlan) -> Launched:
         """`execute` it; nothing is computed beside the host."""

@@ -20,13 +20,15 @@ from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.core.scheduler.preemption import Preemption
 from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.core.scheduler.tiers import MAX_LIST_S, MAX_READ_S
 from quire.core.speculation.speculator import Speculator
 from quire.errors import PromptTooLongError
-from quire.executor.null import NullExecutor
+from quire.executor.null import NullExecutor, NullMemory
 from quire.sim.drafts import OracleDrafter
 from quire.sim.faults import FaultInjector
 from quire.sim.oracle import Oracle
 from quire.sim.scenario import VOCAB_SIZE, Scenario, can_serve
+from quire.sim.tiers import SimulatedTiers
 
 Sabotage = Callable[[Scheduler], None]
 """Breaks a scheduler on purpose, for tests that prove that the checks see it."""
@@ -79,6 +81,7 @@ class Simulation:
         draft_chance: float | None = None,
         is_audited: bool = True,
         sabotage: Sabotage | None = None,
+        tiers: SimulatedTiers | None = None,
     ) -> None:
         self.scenario = scenario
         self.oracle = Oracle(scenario.seed, VOCAB_SIZE, scenario.limits.windows)
@@ -86,12 +89,17 @@ class Simulation:
             scenario.limits,
             pace=None if scenario.pace is None else scenario.pace.build(),
             look_ahead=None if draft_chance is None else self._speculator(draft_chance),
+            prerequisites=() if tiers is None else (tiers.prerequisite(),),
         )
         if scenario.hash == "colliding":
             self.scheduler.manager.index = PrefixIndex(
                 scenario.limits.block_size, _colliding_digest, scenario.limits.windows
             )
         limits = scenario.limits
+        memory = NullMemory(limits.num_blocks, limits.block_size)
+        if tiers is not None:
+            tiers.attach(memory, limits.block_size, len(limits.windows))
+        self.tiers = tiers
         self.executor = NullExecutor(
             limits.max_num_seqs,
             limits.num_blocks,
@@ -99,6 +107,8 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             key=scenario.seed,
             windows=limits.windows,
+            memory=memory,
+            companions=() if tiers is None else (tiers,),
         )
         self.outcome = Outcome()
         self.requests: list[tuple[RequestSpec, Request]] = []
@@ -136,9 +146,10 @@ class Simulation:
     def _step(self) -> None:
         scheduler, outcome, step = self.scheduler, self.outcome, self.outcome.num_steps
         last_arrival = max(arrival.step for arrival in self.scenario.arrivals)
-        bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps * (
-            1 + self._is_overlapped
-        )
+        max_steps = self.scenario.max_steps * (1 + self._is_overlapped)
+        if self.tiers is not None:  # a wait for each admission, of so many steps at most
+            max_steps *= int(MAX_LIST_S + MAX_READ_S)
+        bound = max(self.scenario.faults.last_step, last_arrival) + max_steps
         assert step <= bound, f"not finished after {bound} steps"
         while self._arriving and self._arriving[-1].step <= step:
             self._add(self._arriving.pop().spec)
@@ -161,7 +172,7 @@ class Simulation:
         if not in_flight:
             in_flight.append(scheduler.schedule(now))
             self._check_plan(in_flight[0])
-            assert in_flight[0].work or not scheduler.has_work, (
+            assert in_flight[0].work or not scheduler.has_work or scheduler.waiting_for(), (
                 "requests are unfinished, and nothing is scheduled"
             )
         ahead = scheduler.schedule_ahead(now) if self._is_overlapped else None

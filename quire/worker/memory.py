@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.common.failures import log_failure
@@ -81,6 +82,8 @@ class KVMemory:
             self.caches.append(pairs[place])
         tensors = {id(tensor): tensor for pair in pairs.values() for tensor in pair}
         self._tensors = list(tensors.values())
+        self._rows = [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in self._tensors]
+        """Each tensor as bytes, [blocks, bytes]."""
 
     @property
     def num_blocks(self) -> int:
@@ -91,6 +94,32 @@ class KVMemory:
     def num_bytes(self) -> int:
         """Size of all tensors, resident or not."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block, in all tensors together."""
+        return sum(rows.shape[1] for rows in self._rows)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of what is in some blocks, one behind the other."""
+        payload = np.empty(len(blocks) * self.block_bytes, np.uint8)
+        for rows, part in self._parts(blocks, torch.from_numpy(payload)):
+            part.copy_(rows)
+        return payload
+
+    def write_blocks(self, blocks: Sequence[int], payload: NDArray[np.uint8]) -> None:
+        """Write what `read_blocks` returned into as many blocks."""
+        for rows, part in self._parts(blocks, torch.from_numpy(payload)):
+            rows.copy_(part)
+
+    def _parts(self, blocks: Sequence[int], payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each block's part of each tensor, and its part of a payload."""
+        start = 0
+        for block in blocks:
+            for rows in self._rows:
+                end = start + rows.shape[1]
+                yield rows[block], payload[start:end]
+                start = end
 
     def populate(self, num_threads: int) -> None:
         """Make all of a CPU's pages resident, on so many threads."""

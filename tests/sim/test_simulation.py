@@ -6,14 +6,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.core.kvcache.manager import BlockTable, PrefixMatch
 from quire.core.scheduler.scheduler import Scheduler
+from quire.core.scheduler.tiers import TierStats
 from quire.sim.scenario import Faults, Scenario, make_scenario
 from quire.sim.simulation import Simulation, SimulationError
+from quire.sim.tiers import SimulatedTiers
+from quire.tiers import disk
 
 _NUM_SEEDS = int(os.environ.get("QUIRE_SIM_SEEDS", "800"))
 _NUM_PARTS = 8
@@ -73,6 +77,44 @@ def test_answers_are_the_oracles_where_groups_of_layers_have_windows(is_overlapp
         manager.give_back = counted  # type: ignore[method-assign,assignment]
         simulation.run()
     assert num_given_back > 1000
+
+
+def _run_on_tiers(seed: int, folder: Path, *, has_faults: bool) -> list[TierStats]:
+    """One scenario twice, on one folder: the second run begins with what the first one stored."""
+    scenario = make_scenario(seed, is_liveness=seed % 2 == 0, has_windows=seed % 3 == 0)
+    found = []
+    for run in range(2):
+        tiers = SimulatedTiers(seed + run * 7919, folder / str(seed), has_faults=has_faults)
+        scenario = replace(scenario, hash="keyed")  # a digest identifies what is stored
+        Simulation(scenario, is_overlapped=seed % 4 == 1, tiers=tiers).run()
+        tiers.close()
+        found.append(tiers.stats)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_answers_are_the_oracles_where_blocks_are_stored_and_restored(tmp_path: Path) -> None:
+    """Files are damaged, disks are full, and news is late."""
+    found = [
+        stats
+        for seed in range(_NUM_SEEDS // 16)
+        for stats in _run_on_tiers(seed, tmp_path, has_faults=seed % 5 != 0)
+    ]
+    assert sum(each.num_restored_blocks for each in found) > _NUM_SEEDS // 40
+    assert sum(each.num_faulty_blocks for each in found) > 2
+    assert sum(each.is_off for each in found) > 2
+
+
+def test_stored_blocks_that_are_believed_unread_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the check of a record, damage shows as a wrong answer."""
+    monkeypatch.setattr(
+        disk, "decode", lambda record, key: record[-len(record) // 2 :] if record else None
+    )
+    with pytest.raises(SimulationError):
+        for seed in range(100):
+            _run_on_tiers(seed, tmp_path, has_faults=False)
 
 
 @pytest.mark.parametrize("is_audited", [False, True])

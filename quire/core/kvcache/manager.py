@@ -341,7 +341,7 @@ class KVCacheManager:
             if block == NO_BLOCK:
                 continue
             if not keep and self.pool.ref_counts[block] == 1:
-                self.index.remove(block)
+                self._distrust(block)
             self._release(block, entry)
         table.blocks.clear()
         table.starts = [0] * len(table.starts)
@@ -439,6 +439,14 @@ class KVCacheManager:
             first = table.num_chained * self.num_groups
             blocks = table.blocks[first : first + self.num_groups]
             self.index.insert_partial(table.chain, tokens, blocks)
+
+    def _distrust(self, block: int) -> None:
+        """Forget a block whose content is in doubt."""
+        node, watcher = self.index.node_of(block), self.index.watcher
+        if node is not None and watcher is not None:
+            for each in self.index.below(node):
+                watcher.distrusted(each)
+        self.index.remove(block)
 
     def _take(self) -> int:
         block = self.pool.take()

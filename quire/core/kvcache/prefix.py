@@ -20,6 +20,7 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from quire.core.plan import TokenLogprobs
 
@@ -136,6 +137,18 @@ class ChainKeys:
         return twin
 
 
+class IndexWatcher(Protocol):
+    """Hears of what could be kept elsewhere, too."""
+
+    def published(self, node: PrefixNode) -> None:
+        """Full blocks have been entered, complete and computed."""
+        ...
+
+    def distrusted(self, node: PrefixNode) -> None:
+        """What the node holds, or held, is in doubt: a sequence that computed on it has failed."""
+        ...
+
+
 class PrefixIndex:
     """All cached blocks of one pool."""
 
@@ -154,6 +167,7 @@ class PrefixIndex:
         that is published, and (~block, its tokens) of each that is forgotten. None: there is no
         reader.
         """
+        self.watcher: IndexWatcher | None = None
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -168,6 +182,15 @@ class PrefixIndex:
             children = pending.pop().children
             yield from children
             pending.extend(children)
+
+    def below(self, node: PrefixNode) -> Iterator[PrefixNode]:
+        """Return a node and all that continue it, parents first, but for partly filled ones."""
+        pending = [node]
+        while pending:
+            each = pending.pop()
+            pending.extend(each.children)
+            if each.digest:
+                yield each
 
     def node_of(self, block: int) -> PrefixNode | None:
         """Return the node that `block` holds, if it is cached."""
@@ -220,6 +243,8 @@ class PrefixIndex:
             return None
         node = self._attach(parent, tokens, digest, blocks)
         self._by_digest[digest] = node
+        if self.watcher is not None:
+            self.watcher.published(node)
         return node
 
     def insert_partial(

@@ -16,7 +16,12 @@ from quire.core.plan import Record
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.preemption import Preemption, choose_victim
-from quire.core.scheduler.prerequisites import Prerequisite, Retained, WaitCondition
+from quire.core.scheduler.prerequisites import (
+    BlockUser,
+    Prerequisite,
+    Retained,
+    WaitCondition,
+)
 from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 
@@ -63,6 +68,9 @@ class Admission:
         self.turns = PrefixTurns(blocks)
         self.prerequisites = tuple(prerequisites)
         self._retained = tuple(each for each in self.prerequisites if isinstance(each, Retained))
+        self._users = tuple(each for each in self.prerequisites if isinstance(each, BlockUser))
+        for each in self._users:
+            each.attach(blocks)
         self.parking: tuple[WaitCondition, ...] = (*self.prerequisites, self.turns)
         self.num_prefill_publications = 0
         """Chunks of prompts of which a block was published: what waits may now share it."""
@@ -194,6 +202,11 @@ class Admission:
 
     # -- prerequisites
     # ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a plan is worth making though no request is left."""
+        return any(each.has_orders for each in self._users)
 
     def take_orders(self, now: float) -> dict[str, tuple[Record, ...]]:
         """Collect what the next plan orders of the worker's companions."""

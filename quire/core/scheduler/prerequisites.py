@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.core.plan import Record
 from quire.core.request import Sequence
+from quire.core.scheduler.resources import KVBlocks
 
 
 class WaitCondition(Protocol):
@@ -83,4 +84,18 @@ class Retained(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """It runs no more."""
+        ...
+
+
+@runtime_checkable
+class BlockUser(Protocol):
+    """A prerequisite that puts something into blocks, and learns of what is in them."""
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next plan should carry something even if there is no request left."""
+        ...
+
+    def attach(self, blocks: KVBlocks) -> None:
+        """Learn which blocks they are. Called once, before anything else."""
         ...

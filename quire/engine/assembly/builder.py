@@ -30,6 +30,7 @@ from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
 from quire.engine.assembly.threads import set_num_threads
+from quire.engine.assembly.tiers import digest_key, prerequisite_of, stored_blocks
 from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.planning import EnginePlan
@@ -51,9 +52,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def prerequisites_of(plan: EnginePlan) -> tuple[Callable[[], Prerequisite], ...]:
+def prerequisites_of(
+    plan: EnginePlan, pace: StepPace | None
+) -> tuple[Callable[[], Prerequisite], ...]:
     """The control plane's halves of the features whose others `build_executor` gives
-    to the worker as companions."""
+    to the worker as companions. `pace` knows the costs of steps."""
     found: list[Callable[[], Prerequisite]] = [CompiledGrammars]
     if (adapters := plan.adapters) is not None:
         found.append(partial(LoadedAdapters, adapters.max_active, adapters.max_loaded))
@@ -61,6 +64,9 @@ def prerequisites_of(plan: EnginePlan) -> tuple[Callable[[], Prerequisite], ...]
         found.append(partial(EncodedImages, images.max_tokens))
     if plan.experts is not None:
         found.append(CountedExperts)
+    stored = prerequisite_of(plan, None if pace is None else pace.model)
+    if stored is not None:
+        found.append(stored)
     return tuple(found)
 
 
@@ -80,7 +86,8 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
         generation_config=prepared.generation_config,
         eos_token_ids=prepared.eos_token_ids,
         model_config=prepared.planned.model_config,
-        prerequisites=prerequisites_of(prepared.planned.plan),
+        prerequisites=prerequisites_of(planned.plan, pace),
+        digest_key=digest_key(planned.plan),
         pace=pace,
         cost_file=cost_file,
         look_ahead=look_ahead_of(planned, pace),
@@ -108,7 +115,7 @@ def pace_of(
     plan = planned.plan
     target_s = plan.target_step_s if is_bounded else None
     if target_s is None:
-        if plan.config.speculation is None:
+        if plan.config.speculation is None and plan.tiers is None:
             return None, None
         target_s = math.inf
     pace = StepPace(StepCostModel(plan.step_costs), target_s)
@@ -189,6 +196,7 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     from quire.worker.worker import Worker
 
     plan = planned.plan
+    digest_key(plan)  # refuses a folder that cannot be used before anything is loaded
     return_large_blocks()
     set_num_threads(plan.num_threads)
     selection = select(plan)
@@ -216,7 +224,8 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
     drafts = load_drafts(planned, selection.kernels, sampler, rows)
-    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts)
+    stored = stored_blocks(planned, memory)
+    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, stored)
     companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)
     if selection.kernels.device.type == "cuda":

@@ -33,6 +33,14 @@ def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
     kernels, and what this machine's processor makes them compute with. The same files on a machine
     of the same class have the same.
     """
+    tokenizer = Path(plan.config.tokenizer or files.folder) / "tokenizer.json"
+    read = [*weight_files(files), *([tokenizer] if tokenizer.is_file() else [])]
+    samples = [(path.name, *_samples(path)) for path in read]
+    return _digest([*numerics(plan, files), samples])
+
+
+def numerics(plan: EnginePlan, files: ModelFiles) -> list[Any]:
+    """Return all that decides bits, but for what is in files besides the config."""
     where = [
         plan.device,
         plan.config.kernels,
@@ -40,10 +48,7 @@ def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
         plan.config.batch_invariant,
         instruction_sets(),
     ]
-    tokenizer = Path(plan.config.tokenizer or files.folder) / "tokenizer.json"
-    read = [*_weight_files(files), *([tokenizer] if tokenizer.is_file() else [])]
-    samples = [(path.name, *_samples(path)) for path in read]
-    return _digest([*_forms(plan), dict(files.config), plan.kv_format, where, samples])
+    return [*_forms(plan), dict(files.config), plan.kv_format, where]
 
 
 def _samples(path: Path) -> tuple[int, str]:
@@ -64,7 +69,7 @@ def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
     form = plan.config.quantize_to or "stored"
     label = f"{path.stem}-{_digest([str(path.resolve())])[:8]}-{plan.dtype}-{form}"
     states = [
-        (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in _weight_files(files)
+        (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in weight_files(files)
     ]
     code = [each.read_text() for each in sorted(Path(quire.quant.__path__[0]).glob("*.py"))]
     return CacheName(label, _digest([*_forms(plan), dict(files.config), states, _digest(code)]))
@@ -76,7 +81,8 @@ def _forms(plan: EnginePlan) -> list[Any]:
     return [__version__, plan.dtype, config.quantize_to, config.load_format, seed]
 
 
-def _weight_files(files: ModelFiles) -> list[Path]:
+def weight_files(files: ModelFiles) -> list[Path]:
+    """Return the files that hold the model's weights."""
     return sorted(
         files.folder.glob("*.safetensors") if files.gguf is None else [Path(files.gguf.file.path)]
     )

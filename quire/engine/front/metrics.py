@@ -61,6 +61,9 @@ def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
         "prefix_cache_queries": stats.num_prompt_tokens,
         "prefix_cache_hits": counts.num_prefix_hit_tokens,
         "num_preemptions": counts.num_preemptions,
+        "kv_blocks_kept": counts.num_kept_kv_blocks,
+        "kv_blocks_restored": counts.num_restored_kv_blocks,
+        "kv_blocks_faulty": counts.num_faulty_kv_blocks,
         "request_success": sum(stats.num_finished.values()),
     }
     levels = {

@@ -9,6 +9,7 @@ import msgspec
 
 from quire.core.scheduler.experts import CountedExperts
 from quire.core.scheduler.scheduler import Scheduler
+from quire.core.scheduler.tiers import stored_stats
 
 
 class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,18 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes_read: int = 0
     expert_wait_s: float = 0.0
     """That steps waited for those bytes."""
+    num_stored_kv_blocks: int = 0
+    """Places of sequences whose KV is kept besides the pool, now; the next ones are totals."""
+    num_kept_kv_blocks: int = 0
+    num_restored_kv_blocks: int = 0
+    num_faulty_kv_blocks: int = 0
+    """Damaged or unreadable, and so computed."""
+    num_late_kv_fetches: int = 0
+    """Given up because they took too long."""
+    num_kv_bytes_written: int = 0
+    num_kv_bytes_read: int = 0
+    is_kv_storing_off: bool = False
+    """Whether a disk has failed, so that nothing is kept any more."""
     target_step_s: float = 0.0
     """How long a step should take; 0 where it may take any time."""
 
@@ -68,6 +81,7 @@ def count(scheduler: Scheduler) -> EngineCounters:
     """Read them, also from another thread while steps go on:
     they may then be of two neighbouring steps."""
     stats, manager, pace = scheduler.stats, scheduler.manager, scheduler.pace
+    stored = stored_stats(scheduler.admission.prerequisites)
     return EngineCounters(
         num_running=len(scheduler.running),
         num_waiting=scheduler.num_waiting,
@@ -90,6 +104,14 @@ def count(scheduler: Scheduler) -> EngineCounters:
         num_draft_tokens=stats.num_run_tokens,
         num_accepted_by_place=tuple(stats.num_right_by_place),
         **expert_use(scheduler),
+        num_stored_kv_blocks=stored.num_stored_blocks,
+        num_kept_kv_blocks=stored.num_kept_blocks,
+        num_restored_kv_blocks=stored.num_restored_blocks,
+        num_faulty_kv_blocks=stored.num_faulty_blocks,
+        num_late_kv_fetches=stored.num_late_fetches,
+        num_kv_bytes_written=stored.num_bytes_written,
+        num_kv_bytes_read=stored.num_bytes_read,
+        is_kv_storing_off=stored.is_off,
         target_step_s=pace.target_s if pace is not None and pace.is_bounding else 0.0,
     )
 

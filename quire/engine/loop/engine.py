@@ -63,6 +63,7 @@ class Engine(StepLoop):
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
         look_ahead: Callable[[], LookAhead] | None = None,
+        digest_key: bytes | None = None,
     ) -> None:
         super().__init__(
             plan.limits,
@@ -73,6 +74,7 @@ class Engine(StepLoop):
             pace=pace,
             cost_file=cost_file,
             look_ahead=look_ahead,
+            digest_key=digest_key,
         )
         self.plan = plan
         self.tokenizer = tokenizer

@@ -59,10 +59,11 @@ class StepLoop:
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
         look_ahead: Callable[[], LookAhead] | None = None,
+        digest_key: bytes | None = None,
     ) -> None:
         """`prerequisites` make the halves whose others the executor has; `pace` bounds the duration
         of steps, and `cost_file` keeps what it learns for the next run; `look_ahead` makes what
-        adds to steps.
+        adds to steps; `digest_key` is that of cached blocks, by default one of no other engine.
         """
         self.executor = executor
         self.loop: Loop = PlainLoop() if loop is None else loop
@@ -71,6 +72,7 @@ class StepLoop:
         self._prerequisites = tuple(prerequisites)
         self._pace, self._cost_file = pace, cost_file
         self._look_ahead = look_ahead
+        self._digest_key = os.urandom(16) if digest_key is None else digest_key
         self.scheduler = self._new_scheduler()
         self.recorder: StepRecorder | None = None
 
@@ -104,8 +106,8 @@ class StepLoop:
         to do. Never raises for a bug or a broken executor.
         """
         assert not self.has_work
-        if self.scheduler.flights:
-            self.advance()  # a step that was planned ahead for those who have ended
+        if self.scheduler.flights or self.scheduler.admission.has_orders:
+            self.advance()  # a step that was planned ahead for those who have ended, or orders
             return True
         try:
             if self._cost_file is not None:
@@ -219,6 +221,8 @@ class StepLoop:
 
     def close(self) -> None:
         """End what computes, and free the memory. Idempotent."""
+        if not self.has_work and self.scheduler.admission.has_orders:
+            self.advance()
         self.loop.close()
         self.executor.close()
         if self._cost_file is not None:
@@ -229,7 +233,7 @@ class StepLoop:
         return Scheduler(
             self._limits,
             prerequisites=prerequisites,
-            digest_key=os.urandom(16),
+            digest_key=self._digest_key,
             pace=self._pace,
             look_ahead=None if self._look_ahead is None else self._look_ahead(),
         )

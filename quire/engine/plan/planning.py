@@ -28,6 +28,7 @@ from quire.engine.plan.images import ImagePlan, plan_images
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
 from quire.engine.plan.step_costs import estimate
+from quire.engine.plan.tiers import TierPlan, plan_tiers
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import DecoderSpec
 from quire.models.image_processing import ImageProcessing
@@ -107,6 +108,8 @@ class EnginePlan:
     """A model that drafts beside it; None where none does."""
     experts: ExpertPlan | None
     """Which experts are in memory; None where all are, or there are none."""
+    tiers: TierPlan | None
+    """What is kept of the KV cache besides the pool; None where nothing is."""
     decisions: tuple[Decision, ...]
 
     @property
@@ -122,9 +125,9 @@ class EnginePlan:
     @property
     def total_bytes(self) -> int:
         """Memory at most: weights, KV cache, workspace, adapters, encoded images, a draft model."""
-        fixed_bytes = self.weight_bytes + self.kv_bytes + self.workspace_bytes
-        draft_bytes = 0 if self.draft is None else self.draft.num_bytes
-        return fixed_bytes + self.adapter_bytes + self.image_bytes + draft_bytes
+        kept = (self.adapters, self.images, self.draft, self.tiers)
+        others = sum(each.num_bytes for each in kept if each is not None)
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes + others
 
 
 def resolve(
@@ -176,9 +179,8 @@ class _Resolver:
             "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
         )
         if self.formats.has_integers:
-            self._note(
-                "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
-            )
+            form = config.quantize_to or "as the checkpoint"
+            self._note("quantization", form, self.formats.summary)
         computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
         experts = self._experts(dtype, num_threads)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
@@ -201,11 +203,14 @@ class _Resolver:
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         self._note_groups(layout, limits, block_bytes)
+        tiers = plan_tiers(config, spec, len(layout.windows) * block_bytes, self.gpu is None)
+        if tiers is not None:
+            self._note("kv_tiers", tiers.sizes, tiers.reason)
         draft = speculation.plan_draft(config, self.draft, layout, limits, (dtype, kv_format))
         if draft is not None:
             self._note("draft_model", draft.spec.architecture, draft.reason)
             block_bytes += draft.block_bytes
-        kept = (each for each in (adapters, images, draft) if each is not None)
+        kept = (each for each in (adapters, images, draft, tiers) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
         with suggesting(config, spec, self.formats, computing, dtype, fixed_bytes):
             limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
@@ -237,6 +242,7 @@ class _Resolver:
             images=images,
             draft=draft,
             experts=experts,
+            tiers=tiers,
             decisions=tuple(self.decisions),
         )
 

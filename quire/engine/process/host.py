@@ -24,6 +24,7 @@ from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.builder import build_executor, look_ahead_of, pace_of, prerequisites_of
 from quire.engine.assembly.preparation import begin_loading, plan_engine
+from quire.engine.assembly.tiers import digest_key
 from quire.engine.loop.step_loop import StepLoop, loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, ProtocolError, wait
 from quire.engine.process.messages import (
@@ -133,7 +134,8 @@ def build_loop(config: EngineConfig) -> StepLoop:
         executor,
         time.monotonic,
         loop,
-        prerequisites=prerequisites_of(plan),
+        prerequisites=prerequisites_of(plan, pace),
+        digest_key=digest_key(plan),
         pace=pace,
         cost_file=cost_file,
         look_ahead=look_ahead_of(planned, pace),

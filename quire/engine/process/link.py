@@ -39,7 +39,7 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
 
     With `files`, each is built of these very files, wherever it runs, or not at all.
     """
-    limits, config = plan.limits, plan.config
+    limits, config, folder = plan.limits, plan.config, plan.config.kv_cache_dir
     options: Mapping[str, Any] = asdict(config) | {
         "dtype": plan.dtype,
         "block_size": limits.block_size,
@@ -54,6 +54,7 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         "tokenizer": _absolute(config.tokenizer),
         "weights_cache": _absolute(config.weights_cache),
         "speculative_config": _speculation(config.speculative_config),
+        "kv_cache_dir": folder and str(Path(folder).expanduser().absolute()),
     }
     model = config.model if files is None else str(files.path)
     defaults = EngineConfig(model=model)

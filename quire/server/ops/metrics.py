@@ -424,6 +424,7 @@ class _Live(Collector):
                 "Blocks that were merged with identical ones.",
                 status.num_merges,
             ),
+            *self._stored_kv(status),
             self._waiting_by_reason(status),
             self._step_sizes(status),
             self._step_durations(status),
@@ -477,6 +478,24 @@ class _Live(Collector):
         yield self._counter("expert_read_bytes", text, status.expert_bytes_read)
         text = "Time that steps waited for experts."
         yield self._counter("expert_wait_seconds", text, status.expert_wait_s)
+
+    def _stored_kv(self, status: EngineStatus) -> Iterator[Metric]:
+        """What is kept besides the pool, in host memory or on disk."""
+        yield self._gauge("kv_blocks_stored", "Blocks kept now.", status.num_stored_kv_blocks)
+        yield self._gauge(
+            "kv_storing_off",
+            "1 where a disk has failed, so that nothing is kept.",
+            float(status.is_kv_storing_off),
+        )
+        for name, text, value in (
+            ("kv_blocks_kept", "Blocks that were stored.", status.num_kept_kv_blocks),
+            ("kv_blocks_restored", "Blocks that were restored.", status.num_restored_kv_blocks),
+            ("kv_blocks_faulty", "Damaged, and so computed.", status.num_faulty_kv_blocks),
+            ("kv_fetches_late", "Reads that were given up.", status.num_late_kv_fetches),
+            ("kv_bytes_written", "Bytes of KV written to disk.", status.num_kv_bytes_written),
+            ("kv_bytes_read", "Bytes of KV read back.", status.num_kv_bytes_read),
+        ):
+            yield self._counter(name, text, value)
 
     def _waiting_by_reason(self, status: EngineStatus) -> Metric:
         """`deferred` waits for something that another sequence is computing, `capacity` for rows,

@@ -1,0 +1,202 @@
+"""Brings the tiers of an engine together: what identifies its keys and values, the folder they are
+kept in, and both halves of the feature.
+
+A stored block is used by whatever computes the same bits. So its identity covers everything that
+decides them besides the tokens: the weights by all of their bytes (a digest of which is remembered
+for files that have not changed), the model's declaration, the kernels and what the processor makes
+of them, and the form of a block. What a request adds (adapter, images, tenant's salt) is in the
+digests of its blocks. Digests are keyed by a secret that lies in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.core.scheduler.prerequisites import Prerequisite
+from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
+from quire.core.step_cost import StepCostModel
+from quire.engine.assembly.fingerprint import numerics, weight_files
+from quire.engine.assembly.model_files import ModelFiles
+from quire.engine.assembly.planned_model import PlannedModel
+from quire.engine.plan.planning import EnginePlan
+from quire.errors import ConfigError
+from quire.models.rope import DynamicScaling, LongScaling
+
+if TYPE_CHECKING:
+    from quire.tiers.companion import StoredBlocks
+    from quire.tiers.disk import DiskStore
+    from quire.worker.memory import KVMemory
+
+logger = logging.getLogger(__name__)
+
+_SECRET, _DIGESTS = "secret", "weights.json"
+_SECRET_BYTES = 32
+_MAX_DIGESTS_BYTES = 1 << 20
+_CHUNK_BYTES = 16 << 20
+_READ_BYTES_PER_S = 500e6
+"""Of a disk, with the checksum, before anything was read: half of what was measured from the page
+cache (Zen 5)."""
+
+
+def prerequisite_of(
+    plan: EnginePlan, model: StepCostModel | None
+) -> Callable[[], Prerequisite] | None:
+    """What makes the control plane's half; None where nothing is kept. `model` knows the costs of
+    steps as they are measured."""
+    if plan.tiers is None:
+        return None
+    costs = StepCostModel(plan.step_costs) if model is None else model
+    block_s = plan.tiers.payload_bytes / _READ_BYTES_PER_S
+    return partial(StoredPrefixes, RestoreCosts(costs, block_s), TierStats())
+
+
+def stored_blocks(planned: PlannedModel, memory: KVMemory) -> StoredBlocks | None:
+    """Make the worker's half, which begins to look for what is stored."""
+    from quire.tiers.companion import StoredBlocks
+
+    tiers = planned.plan.tiers
+    if tiers is None:
+        return None
+    if tiers.folder is None:
+        return StoredBlocks(memory, None, tiers.host_bytes)
+    return StoredBlocks(memory, partial(_open, planned), tiers.host_bytes)
+
+
+def digest_key(plan: EnginePlan) -> bytes:
+    """Return the key of the digests of blocks: the folder's, where there is one. Raises ConfigError
+    for a folder that cannot be used."""
+    if plan.tiers is None or plan.tiers.folder is None:
+        return os.urandom(16)
+    folder = Path(plan.tiers.folder).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise ConfigError(
+                f"kv_cache_dir={str(folder)!r} can be written by other users, who could put "
+                "anything into answers; take a folder of your own (chmod 700)"
+            )
+        return _secret(folder)
+    except OSError as error:
+        raise ConfigError(f"kv_cache_dir={str(folder)!r} cannot be used: {error}") from error
+
+
+def _secret(folder: Path) -> bytes:
+    """Return the secret of a folder, made by the process that comes first. Raises OSError."""
+    path = folder / _SECRET
+    if not path.exists():
+        descriptor, name = tempfile.mkstemp(dir=folder)  # readable by its owner alone
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(os.urandom(_SECRET_BYTES))
+            os.link(name, path)
+        except FileExistsError:
+            pass  # another process was faster
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+    with path.open("rb") as file:
+        secret = file.read(_SECRET_BYTES + 1)
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(
+            f"{path} is damaged: it has {len(secret)} bytes, not {_SECRET_BYTES}; remove it, and "
+            "the cache starts anew"
+        )
+    return secret
+
+
+def _open(planned: PlannedModel) -> DiskStore:
+    """Open the store of a model. Reads all of its weights where they are not known. Raises
+    OSError."""
+    from quire.tiers.disk import DiskStore
+    from quire.tiers.segments import CacheIdentity
+
+    plan = planned.plan
+    assert plan.tiers is not None and plan.tiers.folder is not None
+    folder = Path(plan.tiers.folder).expanduser()
+    decisive = json.dumps(_decisive(plan, planned.files, folder), sort_keys=True, default=str)
+    digest = hashlib.blake2b(decisive.encode(), digest_size=32).digest()
+    identity = CacheIdentity(digest, plan.limits.block_size, plan.tiers.payload_bytes)
+    return DiskStore(folder, identity, plan.tiers.disk_bytes)
+
+
+def _decisive(plan: EnginePlan, files: ModelFiles, folder: Path) -> list[Any]:
+    """Everything that decides the bits of keys and values, besides what digests of blocks cover."""
+    import torch
+
+    ropes = [attention.rope for attention in plan.spec.attentions if attention.rope is not None]
+    is_scaled = any(isinstance(rope.scaling, DynamicScaling | LongScaling) for rope in ropes)
+    layers = [tuple(layer) for layer in plan.spec.kv_layers]
+    layout = plan.kv_layout
+    return [
+        *numerics(plan, files),
+        hashlib.blake2b(_secret(folder)).hexdigest(),
+        torch.__version__,
+        _native_digest(),
+        _weights_digest(files, folder),
+        plan.limits.max_model_len if is_scaled else None,
+        plan.limits.block_size,
+        [layers, layout.windows, layout.group_of, layout.place_of],
+    ]
+
+
+def _native_digest() -> str:
+    """Tells one build of the native kernels from another."""
+    try:
+        from quire.kernels.cpu import _native
+    except ImportError:
+        return ""
+    return _digest_of(Path(_native.__file__))
+
+
+def _weights_digest(files: ModelFiles, folder: Path) -> list[str]:
+    """Return digests of all bytes of the weights. Those of files that are as they were are not read
+    again."""
+    known = _read_digests(folder / _DIGESTS)
+    found: dict[str, list[Any]] = {}
+    for path in weight_files(files):
+        status = path.stat()
+        name = str(path.resolve())
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        record = known.get(name)
+        if not isinstance(record, list) or record[:-1] != state:
+            record = [*state, _digest_of(path)]
+        found[name] = record
+    if any(known.get(name) != record for name, record in found.items()):
+        _write_digests(folder, {**known, **found})
+    return [str(record[-1]) for record in found.values()]
+
+
+def _digest_of(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _read_digests(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            record = json.loads(file.read(_MAX_DIGESTS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_digests(folder: Path, digests: dict[str, Any]) -> None:
+    """Under another name first: a reader sees a whole file or none."""
+    descriptor, name = tempfile.mkstemp(dir=folder)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(digests, file)
+    os.replace(name, folder / _DIGESTS)

@@ -1,0 +1,424 @@
+"""The worker's half of the tiers: copies blocks out of the pool and into it between two steps, and
+reads and writes files beside them.
+
+The pool's memory is touched only in `begin`, by the thread that computes the steps: a block that is
+kept still has its content there, whatever the plan will do with it, and one that is placed has it
+before the plan's work. All else is done by one thread, reading before writing. What cannot be
+written fast enough is left out. A disk that fails ends storing with one line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.common.failures import log_failure
+from quire.core.plan import Record, StepPlan
+from quire.core.tiers import TIERS, StoredKey, TierNews, TierOrder
+from quire.tiers.disk import DiskStore
+
+logger = logging.getLogger(__name__)
+
+Payload = NDArray[np.uint8]
+
+MAX_BACKLOG_BYTES = 256 << 20
+"""Copied and not yet written. A prompt's keys and values come at some 20 MB/s on a CPU (Qwen3-0.6B,
+200 tokens/s), so that it takes a disk that stalls for seconds."""
+MIN_WRITE_BYTES = 512 << 10
+"""Larger transfers gain little, smaller ones cost several times as much a byte."""
+MAX_DELAY_S = 0.25
+"""After which less than that is written, too."""
+_MAX_WRITE_BYTES = 8 << 20
+_REFRESH_S = 1.0
+_CLOSE_S = 30.0
+
+
+class BlockMemory(Protocol):
+    """The pool's blocks as bytes."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block."""
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> Payload:
+        """Return a copy of some blocks, one behind the other."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], payload: Payload) -> None:
+        """Write bytes that `read_blocks` returned into as many blocks."""
+        ...
+
+
+class HostBlocks:
+    """Stored blocks in this process's memory, up to a number of bytes; least recently used first
+    out."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._records: OrderedDict[bytes, tuple[StoredKey, Payload]] = OrderedDict()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._records
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Of all records."""
+        return tuple(self._records)
+
+    def add(self, key: StoredKey, payload: Payload) -> list[bytes]:
+        """Store one; return digests of those that had to make room, its own if it is too large."""
+        self.drop(key.digest)
+        self._records[key.digest] = key, payload
+        self._num_bytes += payload.nbytes
+        gone = []
+        while self._num_bytes > self._max_bytes:
+            gone.append(next(iter(self._records)))
+            self.drop(gone[-1])
+        return gone
+
+    def get(self, key: StoredKey) -> Payload | None:
+        """Return what was stored under a key."""
+        found = self._records.get(key.digest)
+        if found is None or found[0] != key:
+            return None
+        self._records.move_to_end(key.digest)
+        return found[1]
+
+    def drop(self, digest: bytes) -> None:
+        """Forget one."""
+        found = self._records.pop(digest, None)
+        if found is not None:
+            self._num_bytes -= found[1].nbytes
+
+
+class StoredBlocks:
+    """Implements `Companion`."""
+
+    name = TIERS
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        open_store: Callable[[], DiskStore] | None = None,
+        host_bytes: int = 0,
+        *,
+        is_threaded: bool = True,
+    ) -> None:
+        """`open_store` is called beside the steps; it may take its time, and raise OSError. Without
+        a thread, all is done in `take_news`: for simulations."""
+        self._memory = memory
+        self._open_store = open_store
+        self._store: DiskStore | None = None
+        self._host = HostBlocks(host_bytes)
+        self._has_host = host_bytes > 0
+        self._change = threading.Condition()
+        """Guards all that follows, and the host's blocks."""
+        self._jobs: deque[TierOrder] = deque()
+        self._writes: deque[tuple[StoredKey, Payload]] = deque()
+        self._backlog_bytes = 0
+        self._oldest_s = 0.0
+        """When the first of the writes that wait came."""
+        self._wanted: set[int] = set()
+        """Fetches that have not been cancelled."""
+        self._fetched: dict[int, list[Payload]] = {}
+        self._news: list[TierNews] = []
+        self._is_open = open_store is None
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        if is_threaded:
+            self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+            self._thread.start()
+
+    # -- in the thread of the steps
+    # ----------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        for order in map(TierOrder._make, plan.orders.get(TIERS, ())):
+            match order.verb:
+                case "keep":
+                    self._keep(order)
+                case "place":
+                    self._place(order)
+                case "cancel":
+                    with self._change:
+                        self._wanted.discard(order.number)
+                        self._fetched.pop(order.number, None)
+                case _:
+                    self._ask(order)
+
+    def take_news(self, wait_s: float) -> tuple[Record, ...]:
+        if self._thread is None:
+            self._work_off()
+        with self._change:
+            if not self._news and (self._jobs or self._wanted):
+                self._change.wait(wait_s)
+            news, self._news = tuple(self._news), []
+        return news
+
+    def close(self) -> None:
+        with self._change:
+            self._is_closing = True
+            self._change.notify_all()
+        if self._thread is None:
+            self._work_off()
+            self._end()
+        else:
+            self._thread.join(_CLOSE_S)
+
+    def _ask(self, order: TierOrder) -> None:
+        with self._change:
+            if order.verb == "begin":
+                self._jobs.clear()
+                self._wanted.clear()
+                self._fetched.clear()
+                self._news.clear()
+            elif order.verb == "fetch":
+                self._wanted.add(order.number)
+            else:
+                dropped = {key.digest for key in order.keys}
+                self._writes = deque(each for each in self._writes if each[0].digest not in dropped)
+                self._backlog_bytes = sum(payload.nbytes for _, payload in self._writes)
+            self._jobs.append(order)
+            self._change.notify_all()
+
+    def _keep(self, order: TierOrder) -> None:
+        """Copy blocks that are not stored yet, as many as there is room for."""
+        size = self._memory.block_bytes
+        with self._change:
+            room = MAX_BACKLOG_BYTES - self._backlog_bytes if self._can_write else 0
+            if self._has_host:
+                room = max(room, MAX_BACKLOG_BYTES)
+            stored = [self._is_stored(key.digest) for key in order.keys]
+        kept: list[tuple[StoredKey, Payload]] = []
+        known, refused = list[bytes](), list[bytes]()
+        for key, blocks, is_stored in zip(order.keys, order.blocks, stored, strict=True):
+            room -= len(blocks) * size
+            if is_stored:
+                known.append(key.digest)
+            elif room < 0:
+                refused.append(key.digest)
+            else:
+                kept.append((key, self._memory.read_blocks(blocks)))
+        with self._change:
+            self._known(known)
+            self._gone(refused)
+            self._add(kept)
+            self._change.notify_all()
+
+    def _add(self, kept: list[tuple[StoredKey, Payload]]) -> None:
+        """Hand over copies: to the host's memory, to the disk, or both."""
+        if self._has_host:
+            gone = [each for key, payload in kept for each in self._host.add(key, payload)]
+            self._known([key.digest for key, _ in kept], len(kept))
+            self._gone(gone)
+        if self._can_write and kept:
+            if not self._writes:
+                self._oldest_s = time.monotonic()
+            self._writes.extend(kept)
+            self._backlog_bytes += sum(payload.nbytes for _, payload in kept)
+
+    def _place(self, order: TierOrder) -> None:
+        with self._change:
+            self._wanted.discard(order.number)
+            payloads = self._fetched.pop(order.number)
+        for blocks, payload in zip(order.blocks, payloads[order.first :], strict=False):
+            self._memory.write_blocks(blocks, payload)
+        with self._change:
+            self._news.append(TierNews("placed", order.number))
+
+    # -- beside the steps
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def _can_write(self) -> bool:
+        """Whether blocks may be written to a disk; not yet known before it is open."""
+        if self._store is None:
+            return self._open_store is not None and not self._is_open
+        return self._store.is_writer
+
+    def _is_stored(self, digest: bytes) -> bool:
+        return digest in self._host or (self._store is not None and digest in self._store)
+
+    def _known(self, digests: Sequence[bytes], count: int = 0, num_bytes: int = 0) -> None:
+        if digests:
+            news = TierNews("known", 0, tuple(digests), count, num_bytes=num_bytes)
+            self._news.append(news)
+
+    def _gone(self, digests: Iterable[bytes]) -> None:
+        """Say that these are not stored, those that are."""
+        gone = tuple(each for each in digests if not self._is_stored(each))
+        if gone:
+            self._news.append(TierNews("gone", 0, gone))
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            while self._work(_REFRESH_S):
+                pass
+        except Exception as error:
+            self._give_up(error)
+        self._end()
+
+    def _work_off(self) -> None:
+        """Do all that there is to do, and return."""
+        try:
+            self._open()
+            while self._jobs or self._writes:
+                self._work(0.0)
+        except Exception as error:
+            self._give_up(error)
+
+    def _open(self) -> None:
+        if not self._is_open:
+            assert self._open_store is not None
+            store = self._open_store()
+            with self._change:
+                self._store, self._is_open = store, True
+
+    def _work(self, wait_s: float) -> bool:
+        """Do what is next, or wait for it; False where nothing is to come. Raises OSError."""
+        with self._change:
+            job = self._jobs.popleft() if self._jobs else None
+            batch = [] if job is not None else self._take_writes()
+            if job is None and not batch:
+                if self._is_closing and not self._writes:
+                    return False
+                self._change.wait(MAX_DELAY_S if self._writes else wait_s)
+                if self._jobs or self._writes:
+                    return True
+        if job is not None:
+            self._carry_out(job)
+        elif batch:
+            self._write(batch)
+        elif wait_s and self._store is not None and not self._store.is_writer:
+            new, gone = self._store.refresh()
+            with self._change:
+                self._known(new)
+                self._gone(gone)
+        return True
+
+    def _take_writes(self) -> list[tuple[StoredKey, Payload]]:
+        """Take what is worth a transfer now."""
+        is_due = (
+            self._backlog_bytes >= MIN_WRITE_BYTES
+            or self._is_closing
+            or self._thread is None
+            or time.monotonic() - self._oldest_s >= MAX_DELAY_S
+        )
+        batch, num_bytes = list[tuple[StoredKey, Payload]](), 0
+        while self._writes and is_due and num_bytes < _MAX_WRITE_BYTES:
+            batch.append(self._writes.popleft())
+            num_bytes += batch[-1][1].nbytes
+        self._backlog_bytes -= num_bytes
+        return batch
+
+    def _write(self, batch: list[tuple[StoredKey, Payload]]) -> None:
+        store, digests = self._store, [key.digest for key, _ in batch]
+        if store is None or not store.is_writer:
+            with self._change:
+                self._gone(digests)
+            return
+        gone = store.append([(key, payload.data) for key, payload in batch])
+        num_bytes = sum(payload.nbytes for _, payload in batch)
+        with self._change:
+            self._known(digests, 0 if self._has_host else len(batch), num_bytes)
+            self._gone(gone)
+
+    def _carry_out(self, order: TierOrder) -> None:
+        if order.verb == "begin":
+            with self._change:
+                found = set(self._host.digests)
+                found.update(() if self._store is None else self._store.digests)
+                if self._has_host or self._store is not None:
+                    self._news.append(TierNews("complete", order.number, tuple(found)))
+                else:
+                    self._news.append(TierNews("off", order.number))
+                self._change.notify_all()
+        elif order.verb == "drop":
+            for key in order.keys:
+                self._drop(key.digest)
+        else:
+            self._fetch(order)
+
+    def _drop(self, digest: bytes) -> None:
+        with self._change:
+            self._host.drop(digest)
+        if self._store is not None:
+            self._store.drop(digest)
+
+    def _fetch(self, order: TierOrder) -> None:
+        """Read as many places as are what they were, up to the first that is not. Those behind it
+        are forgotten, too: they are computed again in any case, and may be no better."""
+        started = time.perf_counter()
+        payloads, missing = list[Payload](), list[bytes]()
+        num_faulty = 0
+        for key, payload in zip(order.keys, self._read(order.keys), strict=True):
+            if payload is not None and not missing:
+                payloads.append(payload)
+                continue
+            num_faulty += payload is None and self._is_stored(key.digest)
+            missing.append(key.digest)
+            self._drop(key.digest)
+        num_bytes = sum(payload.nbytes for payload in payloads)
+        seconds = time.perf_counter() - started
+        with self._change:
+            self._gone(missing)
+            if order.number in self._wanted:
+                self._fetched[order.number] = payloads
+                news = TierNews(
+                    "fetched", order.number, (), len(payloads), seconds, num_bytes, num_faulty
+                )
+                self._news.append(news)
+            self._change.notify_all()
+
+    def _read(self, keys: Sequence[StoredKey]) -> Iterator[Payload | None]:
+        with self._change:
+            found = [self._host.get(key) for key in keys]
+        absent = [key for key, payload in zip(keys, found, strict=True) if payload is None]
+        on_disk = iter(()) if self._store is None else self._store.read(absent)
+        for payload in found:
+            if payload is None:
+                data = next(on_disk, None)
+                payload = None if data is None else np.frombuffer(data, np.uint8)
+            yield payload
+
+    def _give_up(self, error: Exception) -> None:
+        """Store nothing from now on; what is in the host's memory stays."""
+        if isinstance(error, OSError):
+            logger.error("the KV cache on disk is not used any more: %s", error)
+        else:
+            log_failure(logger, "the KV cache on disk is not used any more", error)
+        with self._change:
+            lost = () if self._store is None else self._store.digests
+            pending = {key.digest for key, _ in self._writes}
+            if self._store is not None:
+                self._store.close()
+            self._store, self._open_store, self._is_open = None, None, True
+            self._writes.clear()
+            self._backlog_bytes = 0
+            if self._has_host:
+                self._gone({*lost, *pending})
+            else:
+                self._news.append(TierNews("off"))
+            queued = {job.number for job in self._jobs}
+            self._news += [
+                TierNews("fetched", number)
+                for number in self._wanted - self._fetched.keys() - queued
+            ]
+            self._change.notify_all()
+        if self._thread is not None and not self._is_closing:
+            while self._work(_REFRESH_S):  # the host's memory is served
+                pass
+
+    def _end(self) -> None:
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,171 @@
+"""Segments: files of stored blocks, all of the same size, written once from front to back.
+
+    segment   header, then records
+    header    magic, the cache's identity (32 bytes), tokens and bytes of a block, checksum
+    record    magic, digest, parent's digest, checksum (16 bytes each), content ids, payload
+
+A file says of itself what it is, so that an index can be rebuilt of the files alone. Nothing in it
+is believed: a record counts only if its checksum, its digest, its parent and its content ids are
+those of the request. A record that was cut off, at whatever byte, is no record. Records have
+one length, so that damage to one hides no other. Owns the layout; knows no folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.core.tiers import StoredKey
+
+_MAGIC = b"QuireKV1"
+_RECORD_MAGIC, _VOID = b"blok", b"void"
+_HEADER = struct.Struct("<8s32sII16s")
+_RECORD = struct.Struct("<4s12x16s16s16s")
+_DIGEST_BYTES = 16
+_MAX_PIECES = 512
+"""Of one call to write: Linux takes 1,024."""
+
+
+class CacheIdentity(NamedTuple):
+    """What all records of a cache have in common."""
+
+    digest: bytes
+    """32 bytes: of everything that decides the bits of keys and values, beside the tokens."""
+    block_size: int
+    payload_bytes: int
+    """Of the blocks of all groups of layers at one place."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of a record."""
+        return _RECORD.size + 4 * self.block_size + self.payload_bytes
+
+
+def header_of(identity: CacheIdentity) -> bytes:
+    """What a segment begins with."""
+    fields = (_MAGIC, identity.digest, identity.block_size, identity.payload_bytes)
+    return _HEADER.pack(*fields, _checksum(_HEADER.pack(*fields, b"")))
+
+
+HEADER_BYTES = _HEADER.size
+
+
+def encode(key: StoredKey, payload: memoryview) -> list[bytes | memoryview]:
+    """Return a record, in pieces to be written one behind the other."""
+    content = array("i", key.content_ids).tobytes()
+    checksum = _checksum(key.digest, key.parent, content, payload)
+    head = _RECORD.pack(_RECORD_MAGIC, key.digest, key.parent, checksum)
+    return [head, content, payload]
+
+
+def decode(record: memoryview, key: StoredKey) -> memoryview | None:
+    """Return the payload of a record if it is what was stored under `key`, to the last bit."""
+    content = array("i", key.content_ids).tobytes()
+    start = _RECORD.size + len(content)
+    if len(record) <= start:
+        return None
+    magic, digest, parent, checksum = _RECORD.unpack_from(record)
+    payload = record[start:]
+    is_same = (
+        magic == _RECORD_MAGIC
+        and digest == key.digest
+        and parent == key.parent
+        and record[_RECORD.size : start] == content
+        and checksum == _checksum(digest, parent, content, payload)
+    )
+    return payload if is_same else None
+
+
+class Segment:
+    """A file of records."""
+
+    def __init__(self, path: Path, identity: CacheIdentity) -> None:
+        self.path = path
+        self.num_records = 0
+        """That were found, or written, so far."""
+        self._identity = identity
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self.path.stat().st_size
+
+    def scan(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the digest and the place of each record that is new since the last time and wholly
+        there. Raises OSError."""
+        with self.path.open("rb", buffering=0) as file:
+            if not self.num_records and file.read(HEADER_BYTES) != header_of(self._identity):
+                return
+            size = self._identity.record_bytes
+            count = (os.fstat(file.fileno()).st_size - HEADER_BYTES) // size
+            for place in range(self.num_records, count):
+                head = os.pread(file.fileno(), _RECORD.size, HEADER_BYTES + place * size)
+                if len(head) < _RECORD.size:
+                    return
+                self.num_records = place + 1
+                magic, digest, *_ = _RECORD.unpack(head)
+                if magic == _RECORD_MAGIC:
+                    yield digest, place
+
+    def append(self, pieces: list[bytes | memoryview], count: int) -> int:
+        """Write `count` records in one go; return the place of the first. Raises OSError, behind
+        which the file is not to be appended to."""
+        first = self.num_records
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        if first == 0:
+            flags |= os.O_CREAT | os.O_EXCL
+            pieces = [header_of(self._identity), *pieces]
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            _write_all(descriptor, pieces)
+        finally:
+            os.close(descriptor)
+        self.num_records += count
+        return first
+
+    def read(self, first: int, count: int) -> memoryview:
+        """Return records as they lie in the file, or as many bytes as there are. Raises OSError."""
+        size = self._identity.record_bytes
+        buffer = memoryview(bytearray(count * size))
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(HEADER_BYTES + first * size)
+            done = 0
+            while done < len(buffer):
+                got = file.readinto(buffer[done:])
+                if not got:
+                    break
+                done += got
+        return buffer[:done]
+
+    def void(self, place: int) -> None:
+        """Make a record none. Raises OSError."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, _VOID, HEADER_BYTES + place * self._identity.record_bytes)
+        finally:
+            os.close(descriptor)
+
+
+def _checksum(*parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> None:
+    """Write everything, in as few calls as the system takes."""
+    left = deque(memoryview(piece) for piece in pieces)
+    while left:
+        done = os.writev(descriptor, list(islice(left, _MAX_PIECES)))
+        while left and done >= len(left[0]):
+            done -= len(left.popleft())
+        if done:
+            left[0] = left[0][done:]

@@ -1,0 +1,251 @@
+"""What was stored is restored with the same bits, in every format and by every kind of layer; what
+was damaged, belongs to others or cannot be stored is computed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import run_all
+
+from quire.config.engine import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.scheduler import tiers as control
+from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
+from quire.core.tiers import TierOrder
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
+from quire.errors import ConfigError
+from quire.tiers import companion
+from tests.engine.conftest import MakeEngine
+from tests.engine.test_exactness import LATENT
+from tests.engine.test_windows import GEMMA3
+
+SHARED = [7 * place % 251 + 3 for place in range(41)]
+PROMPTS = [SHARED, [*SHARED[:30], *range(20, 40)]]
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restoring always pays, and small writes do not wait."""
+    monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 0.0)
+    monkeypatch.setattr(companion, "MAX_DELAY_S", 0.0)
+
+
+def answers(
+    engine: Engine, prompts: list[list[int]] = PROMPTS, max_tokens: int = 12, **given: Any
+) -> list[object]:
+    """Tokens and log-probabilities of all prompts, to the bit."""
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=max_tokens, logprobs=1, ignore_eos=True
+    )
+    for number, token_ids in enumerate(prompts):
+        prompt: Any = {"prompt_token_ids": token_ids, **given}
+        engine.add_request(str(number), prompt, params)
+    outputs = run_all(engine)
+    found = [outputs[str(number)].outputs[0] for number in range(len(prompts))]
+    assert all(output.finish_reason == "length" for output in found)
+    return [(output.token_ids, output.logprobs) for output in found]
+
+
+def stats_of(engine: Engine) -> TierStats:
+    (half,) = (each for each in engine.scheduler.admission.prerequisites if each.name == "tiers")
+    assert isinstance(half, StoredPrefixes)
+    return half.stats
+
+
+def stored(make: Callable[..., Engine], folder: Path, **options: Any) -> list[object]:
+    """Fill a folder; returns the answers."""
+    engine = make(kv_cache_dir=str(folder), **{"block_size": 8, **options})
+    expected = answers(engine)
+    while engine.idle():
+        pass
+    engine.close()
+    assert list(folder.rglob("*.kv")), "nothing was written"
+    return expected
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
+def test_a_second_start_restores_the_same_bits(
+    make_engine: MakeEngine, tmp_path: Path, kv_format: str
+) -> None:
+    expected = stored(make_engine, tmp_path, kv_cache_dtype=kv_format)
+    second = make_engine(kv_cache_dir=str(tmp_path), block_size=8, kv_cache_dtype=kv_format)
+    assert answers(second) == expected
+    stats = stats_of(second)
+    assert stats.num_restored_blocks == 5 + 3 and stats.num_faulty_blocks == 0
+    assert second.scheduler.stats.num_prefix_hit_tokens >= 40 + 48
+
+
+def test_latent_rows_are_restored_as_well(make_engine: MakeEngine, tmp_path: Path) -> None:
+    options = {"dtype": "bfloat16", "hf_overrides": LATENT, "block_size": 8}
+    expected = stored(make_engine, tmp_path, **options)
+    second = make_engine(kv_cache_dir=str(tmp_path), **options)
+    assert answers(second) == expected
+    assert stats_of(second).num_restored_blocks == 8
+
+
+def test_groups_with_windows_are_restored_as_well(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+
+    def make(**options: Any) -> Engine:
+        settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8}
+        settings |= {"kv_cache_memory": "1MiB", "skip_tokenizer_init": True}
+        model = str(tmp_path)
+        return build_engine(EngineConfig(model=model, load_format="dummy", **settings | options))
+
+    folder = tmp_path / "cache"
+    expected = stored(make, folder)
+    second = make(kv_cache_dir=str(folder), block_size=8)
+    assert answers(second) == expected
+    assert stats_of(second).num_restored_blocks == 8
+    second.close()
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for place in range(300, len(data), 900):
+        data[place] ^= 4
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+
+
+def _fill(path: Path) -> None:
+    path.write_bytes(bytes(len(path.read_bytes())))
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _fill, Path.unlink])
+def test_damaged_files_are_computed_again(
+    make_engine: MakeEngine, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    expected = stored(make_engine, tmp_path)
+    for path in tmp_path.rglob("*.kv"):
+        damage(path)
+    second = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    assert answers(second) == expected
+    assert stats_of(second).num_restored_blocks < 8
+    assert (stats_of(second).num_faulty_blocks > 0) == (damage is _flip)
+    second.close()
+    third = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    assert answers(third) == expected
+    assert stats_of(third).num_restored_blocks == 8, "what was computed again is stored again"
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [({"seed": 1}, {}), ({"dtype": "bfloat16"}, {}), ({}, {"cache_salt": "another tenant"})],
+    ids=["weights", "dtype", "salt"],
+)
+def test_what_belongs_to_others_is_not_found(
+    make_engine: MakeEngine, tmp_path: Path, options: dict[str, Any], given: dict[str, Any]
+) -> None:
+    stored(make_engine, tmp_path)
+    alone = answers(make_engine(block_size=8, **options), **given)
+    other = make_engine(kv_cache_dir=str(tmp_path), block_size=8, **options)
+    assert answers(other, **given) == alone
+    assert stats_of(other).num_restored_blocks == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_costs_one_line_in_the_log(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    expected = answers(make_engine(block_size=8))
+
+    def fail(descriptor: int, buffers: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "writev", fail)
+    engine = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            assert answers(engine) == expected
+            engine.reset_prefix_cache()
+    lines = [each for each in caplog.records if "tiers" in each.name]
+    assert [each.levelname for each in lines] == ["ERROR"]
+    assert stats_of(engine).is_off and stats_of(engine).num_restored_blocks == 0
+
+
+def test_a_second_process_reads_what_the_first_one_writes(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(companion, "_REFRESH_S", 0.01)
+    writer = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    reader = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    expected = answers(writer)
+    for _ in range(200):
+        reader.reset_prefix_cache()
+        assert answers(reader) == expected
+        if stats_of(reader).num_restored_blocks >= 8:
+            break
+    assert stats_of(reader).num_restored_blocks >= 8
+    assert stats_of(reader).num_kept_blocks == 0, "there is one writer"
+    writer.close()
+
+
+def test_preempted_sequences_find_their_blocks_in_host_memory(make_engine: MakeEngine) -> None:
+    prompts = [[place * (3 + number) % 250 + 3 for place in range(33)] for number in range(6)]
+    expected = answers(make_engine(block_size=8), prompts, max_tokens=60)
+    engine = make_engine(block_size=8, num_blocks=17, kv_offloading_size=0.1, max_model_len=100)
+    assert answers(engine, prompts, max_tokens=60) == expected
+    assert engine.scheduler.stats.num_preemptions > 0
+    assert stats_of(engine).num_restored_blocks > 0
+
+
+def test_steps_that_are_lost_leave_no_block_that_was_never_written(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = stored(make_engine, tmp_path)
+    engine = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    lost: list[TierOrder] = []
+
+    def lose(self: companion.StoredBlocks, order: TierOrder) -> None:
+        if not lost:
+            lost.append(order)
+            raise ValueError("injected: the plan is not carried out")
+        place(self, order)
+
+    place = companion.StoredBlocks._place
+    monkeypatch.setattr(companion.StoredBlocks, "_place", lose)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=1, ignore_eos=True)
+    engine.add_request("lost", {"prompt_token_ids": PROMPTS[0]}, params)
+    run_all(engine)
+    assert lost and answers(engine) == expected
+
+
+def test_a_list_that_never_comes_is_waited_for_once(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(make_engine(block_size=8))
+    monkeypatch.setattr(control, "MAX_LIST_S", 0.05)
+    monkeypatch.setattr(companion.StoredBlocks, "_carry_out", lambda self, order: None)
+    assert answers(make_engine(kv_cache_dir=str(tmp_path), block_size=8)) == expected
+
+
+def test_options_that_cannot_work_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for options, reason in (
+        ({"kv_cache_dir": str(tmp_path / "file")}, "cannot be used"),
+        ({"kv_cache_dir": str(tmp_path / "open")}, "written by other users"),
+        ({"kv_cache_dir": str(tmp_path), "enable_prefix_caching": False}, "it is off"),
+        ({"kv_cache_dir": str(tmp_path), "kv_disk_size": 100}, "less than two blocks"),
+        ({"kv_disk_size": "1GiB"}, "without a folder"),
+        ({"kv_offloading_size": -1}, "number of GiB"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            make_engine(**options)

@@ -1,0 +1,158 @@
+"""Files of stored blocks: cut at any byte, shared by processes, bounded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.core.tiers import StoredKey
+from quire.tiers.disk import DiskStore
+from quire.tiers.segments import HEADER_BYTES, CacheIdentity
+
+IDENTITY = CacheIdentity(bytes(range(32)), 4, 40)
+
+
+def key(number: int, parent: int = 0) -> StoredKey:
+    content = (number, 1, 2, -3)
+    return StoredKey(number.to_bytes(16, "big"), parent.to_bytes(16, "big"), content)
+
+
+def payload(number: int) -> memoryview:
+    return memoryview(bytes([number % 256]) * IDENTITY.payload_bytes)
+
+
+def write(store: DiskStore, *numbers: int) -> tuple[bytes, ...]:
+    return store.append([(key(number), payload(number)) for number in numbers])
+
+
+def read(store: DiskStore, *numbers: int) -> list[memoryview | None]:
+    return list(store.read([key(number) for number in numbers]))
+
+
+def open_store(folder: Path, max_bytes: int = 1 << 20) -> DiskStore:
+    return DiskStore(folder, IDENTITY, max_bytes)
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def test_records_are_found_again_by_another_process(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, 1, 2, 3)
+    write(store, 4)
+    store.close()
+    again = open_store(tmp_path)
+    assert read(again, 3, 1, 9, 4) == [payload(3), payload(1), None, payload(4)]
+    assert len(again) == 4 and (tmp_path / IDENTITY.digest.hex()).stat().st_mode & 0o077 == 0
+
+
+def test_a_write_that_was_cut_off_at_any_byte_leaves_what_was_whole(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, 1, 2)
+    store.close()
+    (path,) = segments(tmp_path)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        again = open_store(tmp_path)
+        num_whole = max(0, length - HEADER_BYTES) // IDENTITY.record_bytes
+        assert read(again, 1, 2) == [payload(1), payload(2)][:num_whole] + [None] * (2 - num_whole)
+        again.close()
+
+
+def test_each_flipped_bit_costs_at_most_its_record(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, 1, 2)
+    store.close()
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    for place in range(len(data)):
+        data[place] ^= 1 << place % 8
+        path.write_bytes(data)
+        again = open_store(tmp_path)
+        found = read(again, 1, 2)
+        again.close()
+        data[place] ^= 1 << place % 8
+        assert found[0] in (payload(1), None) and found[1] in (payload(2), None)
+        if place >= HEADER_BYTES:
+            hit = (place - HEADER_BYTES) // IDENTITY.record_bytes
+            assert found[1 - hit] == payload(2 - hit)
+            padding = range(4, 16)
+            is_idle = (place - HEADER_BYTES) % IDENTITY.record_bytes in padding
+            assert (found[hit] is None) != is_idle
+
+
+def test_content_and_parent_are_compared(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, 1)
+    others = [key(1)._replace(content_ids=(1, 1, 2, 3)), key(1, parent=5)]
+    assert [*store.read(others)] == [None, None]
+
+
+def test_there_is_one_writer_and_readers_see_what_it_writes(tmp_path: Path) -> None:
+    writer, reader = open_store(tmp_path), open_store(tmp_path)
+    assert writer.is_writer and not reader.is_writer
+    write(writer, 1)
+    assert reader.refresh() == ((key(1).digest,), ())
+    write(writer, 2)
+    assert read(reader, 1, 2) == [payload(1), None]
+    reader.refresh()
+    assert read(reader, 1, 2) == [payload(1), payload(2)]
+    segments(tmp_path)[0].unlink()
+    assert read(reader, 1) == [None]
+    assert reader.refresh() == ((), (key(1).digest, key(2).digest))
+    writer.close()
+    reader.refresh()
+    assert reader.is_writer
+    write(reader, 3)
+    assert read(reader, 3) == [payload(3)]
+
+
+def test_a_record_that_was_dropped_stays_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, 1, 2)
+    store.drop(key(1).digest)
+    store.close()
+    assert read(open_store(tmp_path), 1, 2) == [None, payload(2)]
+
+
+def test_the_folder_is_bounded_and_what_was_not_used_goes_first(tmp_path: Path) -> None:
+    max_bytes = 40 * IDENTITY.record_bytes
+    store = open_store(tmp_path, max_bytes)
+    gone = set[bytes]()
+    write(store, 0, 1)
+    for number in range(2, 200):
+        gone.update(write(store, number))
+        assert read(store, 0, 1) == [payload(0), payload(1)], "it was used all the time"
+        assert sum(path.stat().st_size for path in segments(tmp_path)) <= max_bytes + HEADER_BYTES
+    assert len(store) > 20 and len(gone) + len(store) == 200
+    assert read(store, 199, 100) == [payload(199), None]
+
+
+def test_other_identities_make_room_first_unless_they_are_in_use(tmp_path: Path) -> None:
+    max_bytes = 64 * IDENTITY.record_bytes
+    other = IDENTITY._replace(digest=bytes(32))
+    used = DiskStore(tmp_path, other, max_bytes)
+    write(used, *range(36))
+    store = open_store(tmp_path, max_bytes)
+    write(store, *range(100, 112))
+    assert len(segments(tmp_path / other.digest.hex())) == 9
+    used.close()
+    write(store, *range(200, 224))
+    assert len(store) == 36 and len(segments(tmp_path / other.digest.hex())) < 9
+
+
+def test_an_error_of_the_system_is_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+
+    def fail(descriptor: int, buffers: object) -> int:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(os, "writev", fail)
+    with pytest.raises(OSError, match="no space"):
+        write(store, 1)
