@@ -7,7 +7,7 @@ Each function is called with the arguments of a call that works, of which one is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -125,6 +125,15 @@ ANY_NUMBER = {
     ("rms_norm", 1), ("rms_norm", 3), ("layer_norm", 2), ("paged_attention", 21),
     ("sampling_draw", 7), ("sampling_draw", 8), ("sampling_score", 7), ("sampling_score", 8),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _weights_end_with_the_tests() -> Iterator[None]:
+    """pytest keeps this module to the end of the process, where the extension reports whatever of
+    its objects still lives."""
+    yield
+    CALLS.clear()
+    del globals()["PACKED"], globals()["HEAD_WEIGHT"]
 
 
 def _call(name: str, arguments: Sequence[Any]) -> Any:
