@@ -10,7 +10,7 @@ from quire.server.http.quota_check import GENERATING_PATHS
 
 PURE_PATHS = (GENERATING_PATHS - {"/v1/responses"}) | {
     "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens",
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/invocations", "/generate",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/generate",
 }  # fmt: skip
 """Whose requests change nothing at a back end, so that sending one twice does no harm."""
 BROADCAST_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})

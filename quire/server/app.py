@@ -25,6 +25,7 @@ from quire.server.api.anthropic.messages import (
 )
 from quire.server.api.decisions import DecisionRequest, DecisionRuns, Decisions
 from quire.server.api.generation import Tracer
+from quire.server.api.invocations import InvocationRequest, Invocations
 from quire.server.api.openai.batches import Batches, BatchRequest
 from quire.server.api.openai.chat import ChatCompletions, ChatRequest
 from quire.server.api.openai.completions import CompletionRequest, Completions
@@ -77,6 +78,9 @@ def build_app(
         "/v1/rerank": scores.run_rerank,
     }
     batches = Batches(api, files, runners)
+    invocations = Invocations(
+        {"messages": chat.post, "prompt": completions.post, "input": vectors.embed}
+    )
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -97,6 +101,7 @@ def build_app(
         *_decision_routes(api),
         *_file_routes(files, batches),
         *_operation_routes(api),
+        _post("/invocations", invocations.post, InvocationRequest),
     ]
     routes.append(_description_of(routes))
     page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
@@ -173,6 +178,7 @@ def _operation_routes(api: Api) -> list[ApiRoute]:
         _get("/livez", operations.live),
         _get("/readyz", operations.ready),
         _get("/health", operations.ready),
+        _get("/ping", operations.ready),
         _get("/healthz/progress", operations.progress),
         _get("/load", operations.load),
         _get("/version", operations.version),

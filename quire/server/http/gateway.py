@@ -37,7 +37,7 @@ from quire.server.quota.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 
-PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", *(path.encode() for path in PAGE_PATHS)})
+PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", b"/ping", *(path.encode() for path in PAGE_PATHS)})
 """The page's files are the same on every server;
 they request everything else with their user's key."""
 MAX_URL_LEN = 8192

@@ -394,6 +394,11 @@ class _Live(Collector):
             ),
             self._gauge("num_requests_waiting", "Sequences that wait.", status.num_waiting),
             self._gauge(
+                "num_tokens_waiting",
+                "Prompt tokens of the requests that wait: what to scale on.",
+                self._admission.queue()[1],
+            ),
+            self._gauge(
                 "num_requests_in_flight",
                 "Requests that have not ended.",
                 self._admission.num_in_flight,

@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _REF = "#/components/schemas/{name}"
-_PUBLIC = ("/livez", "/readyz")
+_PUBLIC = ("/livez", "/readyz", "/ping")
 _ERROR: Document = {
     "type": "object",
     "required": ["message", "type", "param", "code"],
