@@ -159,8 +159,10 @@ class Prober:
             status, _ = await self._get(replica, self._config.health_path)
         except HttpError as error:
             count = self._num_silent[replica] = self._num_silent.get(replica, 0) + 1
-            if error.kind == "connect" or count >= MAX_SILENT:
+            if count >= MAX_SILENT:
                 self._fleet.give_up(replica)
+            elif error.kind == "connect":  # what is under way there may still come to its end
+                self._fleet.fail(replica, is_certain=True)
             return
         self._num_silent.pop(replica, None)
         if status >= 500:

@@ -390,3 +390,17 @@ def test_the_test_client_can_tell_a_broken_answer() -> None:
                 await client.request(HttpRequest("POST", "/v1/completions", data))
 
     asyncio.run(run())
+
+
+def test_a_back_end_that_takes_no_connections_may_finish_what_it_has_begun() -> None:
+    async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        made[0].gap_s = 0.03
+        streaming = asyncio.create_task(up.stream(BODY))
+        await until(lambda: up.app.fleet.num_in_flight == 1)
+        await made[0].close()
+        await up.app.prober.probe_all()
+        replica = up.app.fleet.replicas[0]
+        assert up.app.fleet.state(replica).value == "down"
+        assert words(await streaming) == answer_text(BODY)
+
+    play(scene, "a", health_interval_s=60)

@@ -47,10 +47,14 @@ class FakeBackend:
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def kill(self) -> None:
-        """Be gone at once, as a killed process is."""
+    async def close(self) -> None:
+        """Take no more connections."""
         assert self._server is not None
         self._server.close()
+
+    async def kill(self) -> None:
+        """Be gone at once, as a killed process is."""
+        await self.close()
         for writer in tuple(self._writers):
             writer.transport.abort()
         await asyncio.sleep(0)
