@@ -2,6 +2,7 @@
 without, in this process, in turns.
 
     python -m benchmarks.speculation
+    python -m benchmarks.speculation --draft-model build/storyteller-draft --requests 1,4
     python -m benchmarks.speculation --model ./M2/config.json --chances 0.5,0.7,0.9 --output-len 64
 
 Of the shipped model, or of any with a tokenizer, the methods are measured on prompts of four kinds.
@@ -186,7 +187,8 @@ def _build(args: argparse.Namespace, speculative: dict[str, Any] | None) -> Engi
 
 def _drafting(args: argparse.Namespace) -> tuple[Engine, StepCostModel]:
     """An engine that measures what its steps cost, to draft with any speculator."""
-    engine = _build(args, {"method": "suffix"})
+    is_modelled = args.draft_model and not args.chances
+    engine = _build(args, {"model": args.draft_model} if is_modelled else {"method": "suffix"})
     assert engine.scheduler.pace is not None
     return engine, engine.scheduler.pace.model
 
@@ -194,8 +196,8 @@ def _drafting(args: argparse.Namespace) -> tuple[Engine, StepCostModel]:
 def _measure_methods(args: argparse.Namespace, plain: Engine) -> list[dict[str, Any]]:
     rows = []
     other, costs = _drafting(args)
-    for method in args.methods.split(","):
-        config = SpeculationConfig(method=method)
+    for method in ["draft_model"] if args.draft_model else args.methods.split(","):
+        config = SpeculationConfig(method=method, model=args.draft_model)
 
         def begin(measured: Measured, config: SpeculationConfig = config) -> None:
             other.scheduler.look_ahead = speculator_of(config, costs)
@@ -244,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-memory", default="256MiB")
     parser.add_argument("--methods", default="suffix,ngram", help="(default: suffix,ngram)")
+    parser.add_argument("--draft-model", metavar="PATH", help="measure this one's drafts instead")
     parser.add_argument("--chances", help="measure a drafter that is right so often instead")
     parser.add_argument("--requests", default="1,4,16", help="(default: 1,4,16)")
     parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")

@@ -173,7 +173,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_800, "csrc": 13_000, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
+    "benchmarks": 6_900, "csrc": 13_000, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
     "quire/common": 1_300, "quire/config": 1_400, "quire/core": 8_600, "quire/engine": 12_200,
     "quire/executor": 600, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
     "quire/media": 950, "quire/models": 4_700, "quire/nn": 900, "quire/observe": 200,

@@ -26,6 +26,9 @@ class Drafted(NamedTuple):
     token_ids: tuple[int, ...]
     strengths: tuple[int, ...]
     """How much speaks for each, given those before it: one of the following."""
+    seconds: float = 0.0
+    """What drafting took after the step, in which a draft is made whether it is used or not: of all
+    rows, said with the first."""
 
 
 MODELLED = "modelled tokens"

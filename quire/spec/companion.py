@@ -108,7 +108,7 @@ class _Line:
         return SampledRow(self.sampling, position, prompt, output, row=self.span.row)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> Drafted:
         """What the control plane is told."""
         strengths = tuple(map(strength_of_degree, self.degrees))
         return Drafted(self.span.row, len(self.known), tuple(self.drafted), strengths)
@@ -135,6 +135,15 @@ class ModelDrafts:
         self._has_failed = False
         self.num_drafted = 0
         """Tokens, since the start."""
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Draft once, before there are rows: what is slow the first time is not a request's."""
+        blocks, known = self._places.own_blocks(0), np.zeros(1, np.int64)
+        for temperature in (0.0, 1.0):
+            sampling = RowSampling(temperature=temperature)
+            line = _Line(Span(0, 0, 1, blocks, 0), 1, 1, sampling, True, known, 1)
+            self._add_tokens(self._forward([line]), [line])
 
     def begin(self, plan: StepPlan) -> None:
         """See `Companion.begin`."""
@@ -165,8 +174,13 @@ class ModelDrafts:
             return ()
         if self._is_decoding:
             self.depth.measured_step(time.perf_counter() - self._began_s)
+        began_s = time.perf_counter()
         try:
-            return tuple(line.record for line in self._draft_all())
+            records = [line.record for line in self._draft_all()]
+            if records:
+                seconds = time.perf_counter() - began_s
+                records[0] = records[0]._replace(seconds=seconds)
+            return tuple(records)
         except Exception as error:  # answers need no drafts
             log_failure(logger, "a draft model failed; nothing is drafted any more", error)
             self._has_failed = True
@@ -206,10 +220,9 @@ class ModelDrafts:
             active = [active[place] for place in places]
         for line in lines:
             self._places.computed(line.span, line.end, line.drafted[:-1])
-        drafted = [line for line in lines if line.drafted]
-        self._last |= {line.span.row: line for line in drafted}
-        self.num_drafted += sum(len(line.drafted) for line in drafted)
-        return drafted
+        self._last |= {line.span.row: line for line in lines if line.drafted}
+        self.num_drafted += sum(len(line.drafted) for line in lines)
+        return lines
 
     def _lines(self) -> list[_Line]:
         """The rows that are drafted now, or caught up with, as far as a step has time for it."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from quire.common.numbers import ceil_div
 from quire.core.plan import BlockCopy, RowSampling, StepPlan
+from quire.core.tiers import TIERS, TierOrder
 
 Copy = Callable[[Sequence[BlockCopy]], None]
 """Copies blocks of the draft model's caches; all reads happen before any write."""
@@ -89,6 +90,10 @@ class DraftPlaces:
             self._empty(blocks)
         for copy in plan.copies:
             self._is_filled[copy.destination] = False
+        for order in map(TierOrder._make, plan.orders.get(TIERS, ())):
+            if order.verb == "place":  # what was stored is the target's alone
+                for blocks in order.blocks:
+                    self._empty(blocks)
 
     def span(self, row: int) -> Span:
         """What lacks of a row whose known tokens but the last one are computed by the target; moves
@@ -97,7 +102,7 @@ class DraftPlaces:
         num_known = int(rows.num_tokens[row])
         num_whole = (num_known - 1) // size
         table = rows.block_tables[row, : num_whole * rows.num_groups : rows.num_groups]
-        own = self._num_blocks + row * self._num_own + np.arange(self._num_own, dtype=np.int32)
+        own = self.own_blocks(row)
         blocks = np.concatenate([table, own])
         is_filled = self._is_filled[table]
         num_filled = num_whole if is_filled.all() else int(is_filled.argmin())
@@ -115,6 +120,10 @@ class DraftPlaces:
                 self._copy(moves)
             first = max(first, min(end, num_known - 1))  # states of the last token are wanted
         return Span(row, first, num_known, blocks, num_whole)
+
+    def own_blocks(self, row: int) -> NDArray[np.int32]:
+        """The blocks that a row has for itself."""
+        return self._num_blocks + row * self._num_own + np.arange(self._num_own, dtype=np.int32)
 
     def computed(self, span: Span, end: int, drafted: Sequence[int] = ()) -> None:
         """The row is computed up to a position; at its end, also for tokens that were drafted."""

@@ -218,7 +218,7 @@ class Speculator:
 
     def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """See `LookAhead.taken_in`."""
-        if result.news:
+        if result.news or self._modelled is not None:
             for standing in self._standing:
                 self._wake(standing.take(result.news), plan.step_id)
         if not self._account.is_watching:
@@ -228,6 +228,8 @@ class Speculator:
         gain = NO_GAIN if sequences is None else self._gain(sequences, result)
         extra_s = self._account.settle(plan.step_id, len(plan.work), gain, now)
         if sequences is not None:
+            if extra_s is not None and self._modelled is not None:
+                extra_s -= self._modelled.seconds  # spent in any case
             self._overhead.measured(plan.step_id, extra_s)
 
     def _gain(self, sequences: Iterable[Sequence], result: StepResult) -> Gain:
@@ -241,7 +243,8 @@ class Speculator:
             else:
                 trail.gain += _GAIN_RATE * (gained - trail.gain)
                 least = min(least, trail.gain)
-        return Gain(num_tokens, least)
+        # alone, a sequence saves whole steps from the first token on
+        return Gain(num_tokens, num_tokens if len(result.results) == 1 else least)
 
     def take_orders(self) -> dict[str, tuple[Record, ...]]:
         """See `LookAhead.take_orders`."""

@@ -20,6 +20,8 @@ class StandingOrders:
         self._rows: dict[int, Sequence] = {}
         self._drafts: dict[Sequence, Drafted] = {}
         self._orders: dict[int, DraftOrder] = {}
+        self.seconds = 0.0
+        """What drafting took after the step that was taken in last, as the worker said."""
 
     def order(self, sequence: Sequence, *, is_entering: bool) -> None:
         """Have drafts made for a sequence that has a row, or gets one in this step."""
@@ -60,11 +62,12 @@ class StandingOrders:
 
     def take(self, news: Mapping[str, tuple[Record, ...]]) -> list[Sequence]:
         """Take in what came of a step; returns the sequences that have a draft by that."""
-        found = []
+        found, self.seconds = [], 0.0
         for record in news.get(self.name, ()):
             draft = Drafted._make(record)
+            self.seconds += draft.seconds
             sequence = self._rows.get(draft.row)
-            if sequence is not None:
+            if sequence is not None and draft.token_ids:
                 self._drafts[sequence] = draft
                 found.append(sequence)
         return found

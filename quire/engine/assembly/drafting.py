@@ -97,7 +97,9 @@ def load_drafts(
     model = DraftModel(
         decoder, memory.caches, tokens, sampler, stage, limits.max_model_len, max_read=MAX_READ
     )
-    return ModelDrafts(model, rows, places, DraftDepth())
+    drafts = ModelDrafts(model, rows, places, DraftDepth())
+    drafts.warm_up()
+    return drafts
 
 
 def _token_map(planned: PlannedModel, found: DraftFiles, spec: DecoderSpec) -> TokenMap:

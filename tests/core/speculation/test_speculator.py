@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.config.limits import SchedulerLimits
-from quire.core.drafts import FORCED, Drafted, DraftOrder
+from quire.core.drafts import FORCED, MODELLED, Drafted, DraftOrder
 from quire.core.grammars import Grammar
 from quire.core.plan import Record, RowSampling, StepPlan, Verify
 from quire.core.request import Sequence
@@ -308,3 +308,23 @@ def test_a_long_text_is_read_piece_by_piece(
 
 def test_a_verified_run_says_how_many_tokens_it_wants() -> None:
     assert Verify((1, 2, 3)).num_wanted(10) == 4
+
+
+def test_orders_lapse_with_their_rows_and_drafting_takes_time() -> None:
+    scheduler = Scheduler(SchedulerLimits(num_blocks=32))
+    request = scheduler.add(RequestSpec(request_id="a", prompt_token_ids=(1, 2), max_tokens=9))
+    scheduler.schedule(0.0)
+    (sequence,) = request.sequences
+    orders, row = StandingOrders(MODELLED, 4), request.sequences[0].row
+    orders.order(sequence, is_entering=False)
+    assert orders.take_orders() == {MODELLED: (DraftOrder(row, 4),)}
+    news = {MODELLED: (Drafted(row, 2, (7, 8), (1, 2), 0.5), Drafted(row + 1, 2, (), ()))}
+    assert orders.take(news) == [sequence]
+    assert orders.seconds == 0.5
+    assert list(orders.draft(sequence, 4).token_ids) == [7, 8]
+    orders.lapse({row})
+    assert not orders.draft(sequence, 4).token_ids
+    assert not orders.take(news) and not orders.take({})
+    assert orders.seconds == 0.0
+    orders.order(sequence, is_entering=False)
+    assert orders.take_orders() == {MODELLED: (DraftOrder(row, 4),)}
