@@ -139,14 +139,8 @@ class Interpreter:
         Rows of heads are changed in place."""
         kernels, weights = self._kernels, self._weights
         match operation:
-            case ops.Linear(weight=index, columns=columns, is_adaptable=is_adaptable):
-                found = kernels.linear(x, weights.linears[index])
-                first = 0 if columns is None else columns.start
-                if columns is not None:
-                    found = found[:, first : columns.stop].contiguous()
-                if is_adaptable and step.adapters is not None:
-                    kernels.add_lora(found, x, step.adapters, index, first)
-                return found
+            case ops.Linear():
+                return self._linear(operation, step, x)
             case ops.AddNorm(norm=norm) if norm.kind == "rms":
                 weight = weights.vectors[norm.weight]
                 return kernels.add_rms_norm(
@@ -154,57 +148,20 @@ class Interpreter:
                 )
             case ops.AddNorm(norm=norm):
                 return normed(kernels, weights, norm, total := x + y), total
-            case ops.GatedLinear(weight=index, activation=activation, is_adaptable=is_adaptable):
-                if is_adaptable and step.adapters is not None:
-                    products = kernels.linear(x, weights.linears[index], out_dtype="float32")
-                    kernels.add_lora(products, x, step.adapters, index)
-                    return kernels.gated(products, activation).to(x.dtype)
-                return kernels.gated_linear(x, weights.linears[index], activation)
+            case ops.GatedLinear():
+                return self._gated_linear(operation, step, x)
             case ops.PrepareHeads(parts=parts):
                 return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
-            case ops.Attend(
-                heads=heads,
-                cache=cache,
-                scale=scale,
-                window=window,
-                soft_cap=soft_cap,
-                sinks=sinks,
-                value_size=value_size,
-            ):
-                queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)[
-                    :, : heads.num_queries
-                ]
-                attended = kernels.paged_attention(
-                    queries,
-                    *step.kv_caches[cache],
-                    step.batch.of_cache(cache),
-                    scale=scale,
-                    window=window,
-                    soft_cap=soft_cap,
-                    sinks=None if sinks is None else weights.vectors[sinks],
-                    value_size=value_size,
-                )
-                return attended.flatten(1)
+            case ops.Attend():
+                return self._attend(operation, step, x)
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
                 table = None if bias is None else weights.biases[bias]
                 attended = kernels.bidirectional_attention(
                     *split_heads(x, heads), step.batch, scale=scale, window=window, bias=table
                 )
                 return attended.flatten(1)
-            case ops.Experts(
-                router=router,
-                up=up,
-                down=down,
-                routing=routing,
-                activation=activation,
-                bias=bias,
-            ):
-                logits = kernels.linear(x, weights.linears[router], out_dtype="float32")
-                added = None if bias is None else weights.vectors[bias]
-                choice = kernels.choose_experts(logits, routing, added)
-                return kernels.apply_experts(
-                    x, weights.linears[up], weights.linears[down], choice, activation
-                )
+            case ops.Experts():
+                return self._apply_experts(operation, x)
             case ops.HeadLinear(weight=index, num_heads=num_heads):
                 heads_of_x = x.view(len(x), num_heads, x.shape[1] // num_heads)
                 return kernels.head_linear(heads_of_x, weights.linears[index]).flatten(1)
@@ -270,6 +227,48 @@ class Interpreter:
             return step.rotations
         assert table is not None, "this program takes rotations from outside"
         return step.positions, self._weights.ropes[table]
+
+    def _linear(self, operation: ops.Linear, step: StepTensors, x: Tensor) -> Tensor:
+        index, columns = operation.weight, operation.columns
+        found = self._kernels.linear(x, self._weights.linears[index])
+        first = 0 if columns is None else columns.start
+        if columns is not None:
+            found = found[:, first : columns.stop].contiguous()
+        if operation.is_adaptable and step.adapters is not None:
+            self._kernels.add_lora(found, x, step.adapters, index, first)
+        return found
+
+    def _gated_linear(self, operation: ops.GatedLinear, step: StepTensors, x: Tensor) -> Tensor:
+        kernels, weight = self._kernels, self._weights.linears[operation.weight]
+        if not operation.is_adaptable or step.adapters is None:
+            return kernels.gated_linear(x, weight, operation.activation)
+        products = kernels.linear(x, weight, out_dtype="float32")
+        kernels.add_lora(products, x, step.adapters, operation.weight)
+        return kernels.gated(products, operation.activation).to(x.dtype)
+
+    def _attend(self, operation: ops.Attend, step: StepTensors, x: Tensor) -> Tensor:
+        heads, sinks = operation.heads, operation.sinks
+        queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)
+        attended = self._kernels.paged_attention(
+            queries[:, : heads.num_queries],
+            *step.kv_caches[operation.cache],
+            step.batch.of_cache(operation.cache),
+            scale=operation.scale,
+            window=operation.window,
+            soft_cap=operation.soft_cap,
+            sinks=None if sinks is None else self._weights.vectors[sinks],
+            value_size=operation.value_size,
+        )
+        return attended.flatten(1)
+
+    def _apply_experts(self, operation: ops.Experts, x: Tensor) -> Tensor:
+        kernels, linears = self._kernels, self._weights.linears
+        logits = kernels.linear(x, linears[operation.router], out_dtype="float32")
+        added = None if operation.bias is None else self._weights.vectors[operation.bias]
+        choice = kernels.choose_experts(logits, operation.routing, added)
+        return kernels.apply_experts(
+            x, linears[operation.up], linears[operation.down], choice, operation.activation
+        )
 
     def _taken(self, step: StepTensors) -> Tensor:
         assert step.placed is not None, "this program computes rows from outside"
