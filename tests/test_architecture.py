@@ -176,7 +176,7 @@ MAX_LINES = {
     "benchmarks": 6_900, "csrc": 13_000, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
     "quire/common": 1_300, "quire/config": 1_400, "quire/core": 8_600, "quire/engine": 12_200,
     "quire/executor": 600, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
-    "quire/media": 950, "quire/models": 4_700, "quire/nn": 900, "quire/observe": 200,
+    "quire/media": 950, "quire/models": 4_800, "quire/nn": 950, "quire/observe": 200,
     "quire/program": 700, "quire/quant": 2_100, "quire/router": 2_200, "quire/sampling": 1_300,
     "quire/server": 14_200, "quire/sim": 1_600, "quire/spec": 700, "quire/text": 4_100,
     "quire/tiers": 900, "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_100,

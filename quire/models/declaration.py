@@ -449,6 +449,17 @@ class VisionSpec:
     """Places along each edge of the squares within which blocks attend; None: to all."""
     whole_blocks: frozenset[int] = frozenset()
     """Blocks that attend to all all the same."""
+    grid: TensorSpec | None = None
+    """[side * side, width]: learned positions of a square, resampled to each image's patches and
+    added behind the tower's entry."""
+    early: tuple[tuple[int, RowsSpec], ...] = ()
+    """Blocks of the tower behind which another projector makes rows, for each place as well. Those
+    of the n-th are added behind the decoder's n-th block (arXiv:2406.04334)."""
+
+    @property
+    def num_projectors(self) -> int:
+        """How many times as wide as the decoder's stream what is made for a place is."""
+        return 1 + len(self.early)
 
     @property
     def place_size(self) -> int:

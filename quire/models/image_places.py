@@ -67,9 +67,12 @@ def tower_stages(vision: VisionSpec) -> tuple[range, ...]:
     to the same."""
     count = len(vision.tower.blocks)
     size, found, first = -(-count // _TOWER_STAGES) or 1, list[range](), 0
+    ends = {block + 1 for block, _ in vision.early}
+    if vision.grid is not None:
+        found.append(range(0))  # the entry alone
     for end in range(1, count + 1):
         is_other = end < count and is_whole(vision, end) != is_whole(vision, first)
-        if end == count or is_other or end - first == size:
+        if end == count or end in ends or is_other or end - first == size:
             found.append(range(first, end))
             first = end
     return tuple(found) or (range(0),)

@@ -63,7 +63,8 @@ class _Lowering:
         self._num_linears = self._num_caches = 0
 
     def decoder(self, spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
-        stream = self._blocks(spec.blocks, self._embed(spec))
+        num_added = 0 if spec.vision is None else len(spec.vision.early)
+        stream = self._blocks(spec.blocks, self._embed(spec), num_added)
         head = ops.Head(
             None if spec.final_norm is None else self._norm_weights(spec.final_norm),
             None if spec.head is None else self._linear_number(),
@@ -105,10 +106,14 @@ class _Lowering:
     def _program(self, result: int, head: ops.Head) -> ops.Program:
         return ops.Program(tuple(self._operations), tuple(self._widths), result, head)
 
-    def _blocks(self, blocks: tuple[BlockSpec, ...], stream: int) -> int:
-        for block in blocks:
+    def _blocks(self, blocks: tuple[BlockSpec, ...], stream: int, num_added: int = 0) -> int:
+        """Lower blocks; behind so many of them, rows from outside are added."""
+        for index, block in enumerate(blocks):
             for stage in block.stages:
                 stream = self._stage(stage, stream)
+            if index < num_added:
+                first, out = (index + 1) * self._hidden, (self._value(self._hidden),)
+                stream = self._emit(ops.AddPlaced((stream,), out, first))
         return stream
 
     def _value(self, width: int) -> int:

@@ -165,9 +165,17 @@ class TowerSize:
         )
 
     def vision(
-        self, config: ConfigReader, block: Callable[[str], BlockSpec], norm: NormSpec, text: int
+        self,
+        config: ConfigReader,
+        block: Callable[[str], BlockSpec],
+        norm: NormSpec,
+        text: int,
+        *,
+        merger: tuple[str, str] = ("mlp.0", "mlp.2"),
+        bias: TensorSpec | None = None,
     ) -> VisionSpec:
-        """Return blocks between patches and a merger to rows of the width `text`."""
+        """Return blocks between patches, whose entry may have a bias, and a merger to rows of the
+        width `text`, whose layers have these names."""
         hidden, edge, merged = self.hidden, self.patch_size, self.hidden * self.merge**2
         weight = TensorSpec(
             f"{TOWER}.patch_embed.proj.weight",
@@ -176,24 +184,29 @@ class TowerSize:
         )
         tower = RowsSpec(
             width=weight.shape[1],
-            entry=LinearSpec(weight),
+            entry=LinearSpec(weight, bias),
             blocks=tuple(block(f"{TOWER}.blocks.{index}") for index in range(self.depth)),
             final_norm=norm,
-        )
-        merger = MlpSpec(
-            None,
-            linear(f"{TOWER}.merger.mlp.0", merged, merged, has_bias=True),
-            linear(f"{TOWER}.merger.mlp.2", merged, text, has_bias=True),
-            "gelu",
         )
         return VisionSpec(
             placeholder=config.integer("image_token_id", 151655, minimum=0),
             patch_size=edge,
             image_size=None,
             tower=tower,
-            projector=RowsSpec(width=merged, exit=merger),
+            projector=RowsSpec(width=merged, exit=self.merger(f"{TOWER}.merger", merger, text)),
             num_frames=self.num_frames,
             merge=self.merge,
+        )
+
+    def merger(self, at: str, names: tuple[str, str], text: int) -> MlpSpec:
+        """Return the layers that make a row of the width `text` of the patches of a place."""
+        merged = self.hidden * self.merge**2
+        first, second = (f"{at}.{name}" for name in names)
+        return MlpSpec(
+            None,
+            linear(first, merged, merged, has_bias=True),
+            linear(second, merged, text, has_bias=True),
+            "gelu",
         )
 
 

@@ -33,6 +33,7 @@ from quire.models.qwen2_moe import declare_qwen2_moe
 from quire.models.qwen2_vl import declare_qwen2_5_vl, declare_qwen2_vl
 from quire.models.qwen3 import declare_qwen3
 from quire.models.qwen3_moe import declare_qwen3_moe
+from quire.models.qwen3_vl import declare_qwen3_vl
 from quire.models.smollm3 import declare_smollm3
 
 Declare = Callable[[ConfigReader], DecoderSpec]
@@ -96,6 +97,7 @@ ARCHITECTURES: dict[str, Declare] = {
     "LlavaNextForConditionalGeneration": declare_llava_next,
     "Qwen2VLForConditionalGeneration": declare_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": declare_qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": declare_qwen3_vl,
 }
 """Models that generate text."""
 POOLING_ARCHITECTURES: dict[str, Declare] = {

@@ -6,6 +6,7 @@ few stages, which can be run one at a time between steps; where they end changes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,12 +40,19 @@ class VisionModel:
         self._stages = [_Stage(part, floats, bounds.max_rows) for part in parts]
         self._are_whole = [not stage or is_whole(spec, stage[0]) for stage in stages]
         self._projector = _Stage(spec.projector, floats, bounds.max_places)
+        early = {block: _Stage(part, floats, bounds.max_places) for block, part in spec.early}
+        self._early = [early.get(stage.stop - 1) if stage else None for stage in stages]
+        self._grid = None if spec.grid is None else _filled(spec.grid, floats)
         self._newline = None if spec.newline is None else _filled(spec.newline, floats)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        return sum(stage.num_bytes for stage in (*self._stages, self._projector))
+        early = (each for each in self._early if each is not None)
+        stages = (*self._stages, self._projector, *early)
+        return sum(each.num_bytes for each in stages) + (
+            0 if self._grid is None else self._grid.nbytes
+        )
 
     @torch.inference_mode()
     def encode(
@@ -83,15 +91,25 @@ class VisionModel:
         rows = ordered.to(device=self._device, dtype=self._dtype)
         first, count = spec.num_leading, len(rows) + spec.num_leading
         whole, rotations = torch.tensor([0, count], dtype=torch.int32), grid.rotations(spec.tower)
-        for stage, sees_all in zip(self._stages, self._are_whole, strict=True):
-            rows = stage.run(rows, first, whole if sees_all else grid.window_ends, rotations)
-            first = 0
+        added = list[Tensor]()
+        for number, stage in enumerate(self._stages):
+            ends = whole if self._are_whole[number] else grid.window_ends
+            rows, first = stage.run(rows, first, ends, rotations), 0
+            if number == 0 and self._grid is not None:
+                rows += grid.resampled(self._grid).to(self._dtype)
+            early = self._early[number]
+            if early is not None:
+                added.append(self._projected(early, rows))
             yield None
         if spec.drops_leading:
             rows = rows[spec.num_leading :].contiguous()
-        rows = rows.view(-1, spec.merge**2 * rows.shape[1])
-        ends = torch.tensor([0, len(rows)], dtype=torch.int32)
-        yield self._projector.run(rows, 0, ends)[grid.places]
+        found = [self._projected(self._projector, rows), *added]
+        yield torch.cat(found, dim=1)[grid.places]
+
+    def _projected(self, projector: _Stage, rows: Tensor) -> Tensor:
+        """Make of the rows of each place's patches one of the decoder's width."""
+        merged = rows.view(-1, self.spec.merge**2 * rows.shape[1])
+        return projector.run(merged, 0, torch.tensor([0, len(merged)], dtype=torch.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +142,16 @@ class PatchGrid:
         by_place = patches.transpose(1, 2).reshape(rows * columns, merge**2)
         return cls(columns * merge, by_place[order].flatten(), torch.argsort(order), ends)
 
+    def resampled(self, table: Tensor) -> Tensor:
+        """float32 [N, width]: of learned positions [side * side, width] those of the patches,
+        between the nearest four; the corners of both grids lie on one another."""
+        side, num_rows = math.isqrt(len(table)), len(self.patches) // self.num_columns
+        down, lower = _between(self.patches // self.num_columns, num_rows, side)
+        across, right = _between(self.patches % self.num_columns, self.num_columns, side)
+        places = down[:, :, None] * side + across[:, None, :]
+        weights = lower[:, :, None] * right[:, None, :]
+        return (table[places.flatten(1)] * weights.flatten(1)[:, :, None]).sum(1)
+
     def rotations(self, tower: RowsSpec) -> Rotations | None:
         """Return what turns the patches' heads; None where nothing does."""
         ropes = {
@@ -137,6 +165,16 @@ class PatchGrid:
         [rope] = ropes
         rows, columns = self.patches // self.num_columns, self.patches % self.num_columns
         return Rotations(torch.arange(len(rows)), grid_rotations(rope, rows, columns))
+
+
+def _between(index: Tensor, count: int, side: int) -> tuple[Tensor, Tensor]:
+    """Return of places among `count` the two neighbours among `side`, [N, 2], and how much each
+    counts."""
+    at = index.float() * (side - 1) / max(count - 1, 1)
+    first = at.floor()
+    share = at - first
+    places = torch.stack([first, first + 1], dim=1).long().clamp(0, side - 1)
+    return places, torch.stack([1 - share, share], dim=1)
 
 
 def parts_of(tower: RowsSpec, stages: Sequence[range]) -> list[RowsSpec]:

@@ -45,7 +45,7 @@ class Model(NamedTuple):
     llm: LLM
 
 
-@pytest.fixture(scope="module", params=["Qwen2VL", "Qwen2_5_VL"])
+@pytest.fixture(scope="module", params=["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

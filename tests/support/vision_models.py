@@ -178,14 +178,37 @@ QWEN_VISION: dict[str, dict[str, Any]] = {
         "window_size": 2 * PLACE,
         "fullatt_block_indexes": [1, 3],
     },
+    "Qwen3VL": {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": PATCH,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+    },
 }
 """Towers by family."""
 
 
+def _qwen_rope(family: str) -> dict[str, Any]:
+    interleaved = {"mrope_interleaved": True} if family == "Qwen3VL" else {}
+    return {"rope_type": "default", "mrope_section": [2, 3, 3], **interleaved}
+
+
+def _qwen_text(family: str) -> dict[str, Any]:
+    """Rows of two blocks of Qwen3-VL's tower are added, and its heads have a size of their own."""
+    own = {"num_hidden_layers": 3, "head_dim": 16} if family == "Qwen3VL" else {}
+    return {key: QWEN_TEXT[key] for key in QWEN_TEXT if key != "rope_scaling"} | own
+
+
 def qwen_config(family: str) -> dict[str, Any]:
-    """A config as these models were published: the decoder's keys beside the tower's section."""
+    """A config as these models were published: the decoder's keys beside the tower's section, in
+    Qwen3-VL in one of their own."""
+    text = {**_qwen_text(family), "rope_scaling": _qwen_rope(family)}
     return {
-        **QWEN_TEXT,
+        **({"text_config": text} if family == "Qwen3VL" else text),
         "architectures": [f"{family}ForConditionalGeneration"],
         "image_token_id": PLACEHOLDER,
         "eos_token_id": 2,
@@ -201,8 +224,8 @@ def write_qwen(folder: Path, family: str) -> Any:
     import transformers
 
     torch.manual_seed(4)
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
-    text = {key: QWEN_TEXT[key] for key in QWEN_TEXT if key != "rope_scaling"}
+    rope = {**_qwen_rope(family), "rope_theta": 1e6}
+    text = _qwen_text(family)
     config = getattr(transformers, f"{family}Config")(
         text_config={**text, "rope_parameters": rope},
         vision_config=QWEN_VISION[family],

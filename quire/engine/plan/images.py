@@ -61,7 +61,7 @@ def plan_images(
             f"limit_mm_per_prompt: {most} images of {vision.image_size} x {vision.image_size} "
             f"pixels are more than a request may carry, {format_bytes(MAX_PIXEL_BYTES)}; lower it"
         )
-    row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
+    row_bytes = vision.num_projectors * spec.hidden_size * DTYPE_BYTES[dtype]
     image_bytes = bounds.max_places * row_bytes
     given = config.image_cache_memory
     if given is None:
