@@ -31,6 +31,8 @@ Payload = NDArray[np.uint8]
 MAX_BACKLOG_BYTES = 256 << 20
 """Copied and not yet written. A prompt's keys and values come at some 20 MB/s on a CPU (Qwen3-0.6B,
 200 tokens/s), so that it takes a disk that stalls for seconds."""
+MAX_FETCHED_BYTES = 256 << 20
+"""Read and not yet placed; reading goes on once there is less."""
 MIN_WRITE_BYTES = 512 << 10
 """Larger transfers gain little, smaller ones cost several times as much a byte."""
 MAX_DELAY_S = 0.25
@@ -152,6 +154,7 @@ class StoredBlocks:
                     with self._change:
                         self._wanted.discard(order.number)
                         self._fetched.pop(order.number, None)
+                        self._change.notify_all()
                 case _:
                     self._ask(order)
 
@@ -234,6 +237,7 @@ class StoredBlocks:
             self._memory.write_blocks(blocks, payload)
         with self._change:
             self._news.append(TierNews("placed", order.number))
+            self._change.notify_all()
 
     # -- beside the steps
     # ----------------------------------------------------------------------------------------------
@@ -244,6 +248,12 @@ class StoredBlocks:
         if self._store is None:
             return self._open_store is not None and not self._is_open
         return self._store.is_writer
+
+    @property
+    def _can_read(self) -> bool:
+        """Whether there is room for what is read, which the next steps make."""
+        num_bytes = sum(payload.nbytes for each in self._fetched.values() for payload in each)
+        return self._thread is None or num_bytes < MAX_FETCHED_BYTES
 
     def _is_stored(self, digest: bytes) -> bool:
         return digest in self._host or (self._store is not None and digest in self._store)
@@ -287,7 +297,7 @@ class StoredBlocks:
     def _work(self, wait_s: float) -> bool:
         """Do what is next, or wait for it; False where nothing is to come. Raises OSError."""
         with self._change:
-            job = self._jobs.popleft() if self._jobs else None
+            job = self._jobs.popleft() if self._jobs and self._can_read else None
             batch = [] if job is not None else self._take_writes()
             if job is None and not batch:
                 if self._is_closing and not self._writes:

@@ -19,6 +19,7 @@ from quire.core.params import SamplingParams
 from quire.core.scheduler import tiers as control
 from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
 from quire.core.tiers import TierOrder
+from quire.engine.assembly import tiers as assembly
 from quire.engine.assembly.builder import build_engine
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError
@@ -224,6 +225,27 @@ def test_steps_that_are_lost_leave_no_block_that_was_never_written(
     engine.add_request("lost", {"prompt_token_ids": PROMPTS[0]}, params)
     run_all(engine)
     assert lost and answers(engine) == expected
+
+
+def test_what_costs_less_to_compute_is_computed(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = stored(make_engine, tmp_path)
+    monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 1e3 * count)
+    second = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    assert answers(second) == expected
+    assert stats_of(second).num_stored_blocks >= 8 and stats_of(second).num_restored_blocks == 0
+
+
+def test_a_long_prompt_is_restored_piece_by_piece(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "_MAX_FETCHED_BYTES", 9000)
+    monkeypatch.setattr(companion, "MAX_FETCHED_BYTES", 1)
+    expected = stored(make_engine, tmp_path)
+    second = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    assert answers(second) == expected
+    assert stats_of(second).num_restored_blocks == 8
 
 
 def test_a_list_that_never_comes_is_waited_for_once(

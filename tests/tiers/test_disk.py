@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -11,6 +15,7 @@ from quire.core.tiers import StoredKey
 from quire.tiers.disk import DiskStore
 from quire.tiers.segments import HEADER_BYTES, CacheIdentity
 
+ROOT = Path(__file__).parents[2]
 IDENTITY = CacheIdentity(bytes(range(32)), 4, 40)
 
 
@@ -61,6 +66,37 @@ def test_a_write_that_was_cut_off_at_any_byte_leaves_what_was_whole(tmp_path: Pa
         num_whole = max(0, length - HEADER_BYTES) // IDENTITY.record_bytes
         assert read(again, 1, 2) == [payload(1), payload(2)][:num_whole] + [None] * (2 - num_whole)
         again.close()
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tests.tiers.test_disk import open_store, write
+store = open_store(Path(sys.argv[1]), 1 << 30)
+print("ready", flush=True)
+for first in range(0, 1 << 20, 64):
+    write(store, *range(first, first + 64))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_records(tmp_path: Path) -> None:
+    random, num_found = Random(7), 0
+    for _ in range(25):
+        command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(random.uniform(0.0, 0.03))
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
+        store = open_store(tmp_path, 1 << 30)
+        assert store.is_writer, "the lock ended with its process"
+        found = [int.from_bytes(digest, "big") for digest in store.digests]
+        assert read(store, *found) == [payload(number) for number in found]
+        num_found += len(found)
+        store.close()
+    assert num_found > 1000
 
 
 def test_each_flipped_bit_costs_at_most_its_record(tmp_path: Path) -> None:

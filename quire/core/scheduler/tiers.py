@@ -39,9 +39,13 @@ MAX_READ_S = 10.0
 """From an order to its news: a disk that hangs costs that, once, and is not asked again."""
 FETCH_S = 0.002
 """Of any fetch, beside its blocks: a step without work waits up to 5 ms for news."""
+MAX_FETCHED_BLOCKS = 1024
+"""Of an order."""
 _NEWEST_SHARE = 0.25
 """Of the newest measurement in the average cost of a block."""
 _MAX_TRIED = 4096
+_MAX_ORDERS = 64
+"""Of a sequence between two admissions, where one order is not enough for a long prompt."""
 
 
 @dataclass(slots=True)
@@ -65,10 +69,14 @@ class TierStats:
 class RestoreCosts:
     """What it costs to restore a place, as measured, against computing it."""
 
-    def __init__(self, model: StepCostModel, block_s: float) -> None:
-        """`block_s` is an estimate, until the first blocks are read."""
+    def __init__(
+        self, model: StepCostModel, block_s: float, max_blocks: int = MAX_FETCHED_BLOCKS
+    ) -> None:
+        """`block_s` is an estimate, until the first blocks are read; at most `max_blocks` are in
+        memory between disk and pool."""
         self._model = model
         self._block_s = block_s
+        self.max_blocks = max_blocks
 
     def compute_s(self, start: int, num_tokens: int) -> float:
         """Seconds to compute so many tokens from position `start` on."""
@@ -123,9 +131,10 @@ class StoredPrefixes:
         """By the digest of a place: which fetch reads it."""
         self._unlisted: list[Sequence] = []
         """Those that wait for the list."""
-        self._tried: OrderedDict[Sequence, None] = OrderedDict()
-        """Sequences whose order was carried out since they last ran: what they got may be evicted
-        before they are admitted, and nobody is to wait for ever."""
+        self._tried: OrderedDict[Sequence, int] = OrderedDict()
+        """Orders of sequences that were carried out since they last ran, `_MAX_ORDERS` where there
+        is nothing more to order: what they got may be evicted before they are admitted, and no
+        sequence is to wait for ever."""
         self._unconfirmed: dict[int, list[PrefixNode]] = {}
         """By the fetch: nodes whose blocks are written by a plan that may still be lost."""
         self._num_orders = 0
@@ -183,7 +192,8 @@ class StoredPrefixes:
     # ----------------------------------------------------------------------------------------------
 
     def refusal(self, sequence: Sequence) -> str | None:
-        if self._is_off or sequence in self._tried or not self._can_use(sequence):
+        is_done = self._tried.get(sequence, 0) >= _MAX_ORDERS
+        if self._is_off or is_done or not self._can_use(sequence):
             return None
         if not self._is_listed:
             return NOT_LISTED
@@ -235,14 +245,16 @@ class StoredPrefixes:
             return None
         if keys.digests[first] in self._reading:
             return _Wish(first, first + 1)
-        count = self.num_stored(keys, first, most)
+        count = self.num_stored(keys, first, min(most, first + self.costs.max_blocks))
         return _Wish(first, first + count) if count and self._pays(keys, first, count) else None
 
     def _pays(self, keys: ChainKeys, first: int, count: int) -> bool:
-        """Whether places take less time to restore than to compute. The later a place, the more it
-        costs to compute, so that it is all of them or none."""
+        """Whether places take less time to restore, behind those that others wait for, than to
+        compute. The later a place, the more it costs to compute, so that it is all or none."""
         size = keys.block_size
-        return self.costs.restore_s(count) < self.costs.compute_s(first * size, count * size)
+        num_before = sum(each.end - each.first for each in self._fetches.values())
+        restore_s = self.costs.restore_s(num_before + count)
+        return restore_s < self.costs.compute_s(first * size, count * size)
 
     def _order_fetch(self, sequence: Sequence, keys: ChainKeys, wish: _Wish) -> int:
         first, end = wish
@@ -363,7 +375,8 @@ class StoredPrefixes:
     def _freed(self, fetch: _Fetch) -> list[Sequence]:
         """Let those who waited go on, with what there is by now. Others than the owner may have an
         order of their own yet, for what they do not share."""
-        self._tried[fetch.owner] = None
+        is_cut = fetch.end - fetch.first == self.costs.max_blocks
+        self._tried[fetch.owner] = self._tried.get(fetch.owner, 0) + 1 if is_cut else _MAX_ORDERS
         if len(self._tried) > _MAX_TRIED:
             self._tried.popitem(last=False)
         return fetch.sequences
