@@ -88,9 +88,14 @@ def test_every_record_belongs_to_a_case(records: Records) -> None:
     assert records.keys() == CASES.keys()
 
 
-READ_IMAGES = {"LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"}
+READ_IMAGES = {
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+}
 """Their pixels come from Pillow, whose resizing may round differently in another version; their
-language models are Llama's, which is recorded."""
+language models are Llama's and Qwen2's, which are recorded."""
 
 
 def test_every_family_and_kv_format_is_recorded() -> None:
