@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    import numpy  # noqa: F401  # first: torch loses an interrupt while it imports numpy
+
     from quire.engine.assembly.quantization import quantize_model
     from quire.quant.writer import Recipe
 

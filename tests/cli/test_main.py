@@ -228,6 +228,40 @@ def test_interrupt_is_clean(tiny: str) -> None:
     assert err.splitlines()[-1] == "quire: interrupted" and "Traceback" not in err
 
 
+INTERRUPTED_IMPORT = """
+import sys
+from quire.cli.main import main
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy._core.fromnumeric":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate quire-storyteller -p x --max-tokens 1",
+        "quantize quire-storyteller --to int4 -o folder",
+        "bench kernels --rows 1 --weights bf16",
+    ],
+)
+def test_an_interrupt_of_the_imports_ends_the_command(command: str, tmp_path: Path) -> None:
+    """Where torch imports numpy by itself, it carries on without."""
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, *command.split()],
+        capture_output=True, text=True, cwd=tmp_path, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "quire: interrupted\n")
+
+
 def test_a_server_with_tenants_shares_fairly_unless_told_otherwise() -> None:
     assert (
         engine_defaults(ApiConfig(), None)

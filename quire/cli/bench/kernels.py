@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--tune applies to --device cuda only")
     if args.num_threads is not None and not 1 <= args.num_threads <= MAX_NUM_THREADS:
         raise UsageError(f"--num-threads must be at least 1 and at most {MAX_NUM_THREADS}")
+    import numpy  # noqa: F401  # first: torch loses an interrupt while it imports numpy
+
     from quire.bench.kernels import KINDS, measure_limits, measure_linear, render
     from quire.kernels import cpu
 
