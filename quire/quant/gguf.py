@@ -26,6 +26,7 @@ from quire.kernels.interface import QuantizedWeight
 from quire.models.declaration import LinearSpec, TensorSpec
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.integers import dequantize, rows_of
+from quire.quant.mxfp4 import E2M1, E8M0_HALVES, MAX_EXPONENT
 from quire.weights.gguf.file import GgufTensor
 from quire.weights.gguf.model import GgufModel
 from quire.weights.source import WeightSource
@@ -142,11 +143,13 @@ def decode(
     num_inputs = stored.shape[-1]
     grid = (-1, num_inputs * parts.scales.shape[1] // stored.encoding.block_len)
     offsets = None if parts.offsets is None else parts.offsets.view(grid)
-    bits: Literal[4, 8] = 4 if stored.encoding.name.startswith("Q4") else 8
+    is_mxfp4 = stored.encoding.name == "MXFP4"
+    bits: Literal[4, 8] = 4 if is_mxfp4 or stored.encoding.name.startswith("Q4") else 8
     size = stored.encoding.block_len // parts.scales.shape[1]
     return QuantizedWeight(
-        parts.values.view(-1, num_inputs), parts.scales.view(grid), offsets, bits, size, activations
-    )
+        parts.values.view(-1, num_inputs), parts.scales.view(grid), offsets, bits, size,
+        "float" if is_mxfp4 else activations, is_mxfp4,
+    )  # fmt: skip
 
 
 def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
@@ -229,6 +232,14 @@ def _q6_k(blocks: Tensor) -> _Parts:
     return _Parts(values.view(-1, 256), scales)
 
 
+def _mxfp4(blocks: Tensor) -> _Parts:
+    """A byte of a scale, and numbers whose doubles are small integers."""
+    exponents = blocks[:, :1].int()
+    scales = E8M0_HALVES[exponents.clamp(max=MAX_EXPONENT)]
+    scales = torch.where(exponents > MAX_EXPONENT, torch.inf, scales)
+    return _Parts(E2M1[_nibbles(blocks[:, 1:]).int()], scales)
+
+
 _DECODERS: Mapping[str, Callable[[Tensor], _Parts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -238,4 +249,5 @@ _DECODERS: Mapping[str, Callable[[Tensor], _Parts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

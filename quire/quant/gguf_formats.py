@@ -21,6 +21,7 @@ _HELD: Mapping[str, tuple[Literal[4, 8], int, bool]] = {
     "Q5_K": (8, 32, True),
     "Q6_K": (8, 16, False),
 }
+_MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,9 @@ class GgufStorage:
     head_dim: int
 
 
-def read_gguf_storage(model: GgufModel, spec: DecoderSpec, method: str | None) -> GgufStorage:
+def read_gguf_storage(
+    model: GgufModel, spec: DecoderSpec, method: str | None, mxfp4_scale_bytes: int = 1
+) -> GgufStorage:
     """Integers stay as they are; with `method` ("int8" or "int4") activations are quantized, and so
     are floating-point projections. Raises CheckpointError where the file does not fit the
     declaration.
@@ -47,7 +50,11 @@ def read_gguf_storage(model: GgufModel, spec: DecoderSpec, method: str | None) -
         for part in parts:
             encoding = model.file.tensors[model.stored_name(part.weight)].encoding.name
             names[encoding] = names.get(encoding, 0) + 1
-            if encoding in _HELD:
+            if encoding == "MXFP4":
+                by_name[part.weight.name] = IntegerFormat(
+                    4, _MXFP4_BLOCK, "float", is_mxfp4=True, scale_bytes=mxfp4_scale_bytes
+                )
+            elif encoding in _HELD:
                 bits, size, has_offsets = _HELD[encoding]
                 by_name[part.weight.name] = IntegerFormat(bits, size, activations, has_offsets)
     held = by_name if method is None else {**formats_at_load(spec, method).by_name, **by_name}

@@ -21,6 +21,7 @@ from quire.kernels.interface import QuantizedWeight
 from quire.models.declaration import LinearSpec
 from quire.quant.integers import rows_of
 from quire.quant.linears import WeightUnpacker
+from quire.quant.mxfp4 import E2M1, E8M0_HALVES, MAX_EXPONENT
 from quire.quant.storage import (
     MXFP4_BLOCK,
     AwqStorage,
@@ -36,15 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Place of a nibble in AWQ's word to the column that it belongs to.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the number that four bits stand for."""
-_E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int16)
-"""Those of a byte, the lower bits first, as one number."""
-_MAX_EXPONENT = 252
-_E8M0_HALVES = torch.tensor(
-    [1 << 21, 1 << 22, *(place << 23 for place in range(1, _MAX_EXPONENT))], dtype=torch.int32
-).view(torch.float32)
-"""Half of what the byte of a scale means. The first two are below the normal numbers of float32."""
+_E2M1_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1).view(torch.int16)
+"""Twice the numbers that a byte's two halves stand for, the lower bits first, as one number."""
 _MIN_REGULAR_GROUP = 16
 """Groups finer than this cost more memory in scales than they save against 8 bits."""
 
@@ -224,14 +218,14 @@ def _fp8(storage: Fp8Storage, module: _Module) -> QuantizedWeight | Tensor:
 def _mxfp4(storage: Mxfp4Storage, module: _Module) -> QuantizedWeight:
     """Of the projection's own rows alone: unpacking takes longer than reading."""
     blocks, exponents = (module[name][module.rows] for name in ("blocks", "scales"))
-    if int(exponents.max()) > _MAX_EXPONENT:
+    if int(exponents.max()) > MAX_EXPONENT:
         raise CheckpointError(
             f"{module.name}.scales has the byte {int(exponents.max())}: numbers of that block are "
             "not finite"
         )
     pairs = _E2M1_PAIRS.index_select(0, blocks.flatten().int())
     values = pairs.view(torch.int8).view(len(exponents), -1)
-    scales = _E8M0_HALVES[exponents.int()]
+    scales = E8M0_HALVES[exponents.int()]
     return QuantizedWeight(values, scales, None, 4, MXFP4_BLOCK, "float", is_mxfp4=True)
 
 

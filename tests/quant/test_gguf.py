@@ -19,7 +19,7 @@ from quire.engine.assembly.preparation import plan_engine
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from quire.quant.gguf import decode
 from quire.quant.integers import dequantize
-from quire.weights.gguf.file import ENCODINGS, GgufTensor
+from quire.weights.gguf.file import ENCODINGS, GgufTensor, read_gguf
 
 PROMPT = [5, 77, 12, 99, 3, 41, 8, 120, 64, 33, 2, 19, 7, 7, 101, 66]
 
@@ -61,9 +61,19 @@ def test_blocks_stand_for_what_the_format_says(encoding: str) -> None:
         )
     else:
         assert (found == wanted).all()
-    assert weight.bits == (4 if "4" in encoding else 8) and int(weight.values.min()) >= (
-        -8 if weight.bits == 4 else -128
-    )
+    assert weight.bits == (4 if "4" in encoding else 8)
+    least = -12 if weight.is_mxfp4 else -8 if weight.bits == 4 else -128
+    assert weight.is_mxfp4 == (encoding == "MXFP4") and int(weight.values.min()) >= least
+
+
+def test_a_scale_of_mxfp4_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    file, _ = TinyModel(**MODELS["qwen3moe MXFP4"]).write(tmp_path)
+    data = bytearray(file.read_bytes())
+    place = read_gguf(file).tensors["blk.1.ffn_down_exps.weight"].offset
+    data[place] = 255
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_down_exps.* has scales that are not"):
+        logprobs(file)
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -115,6 +125,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe Q8_0": {"family": "olmoe", "encodings": {}},
     "qwen2moe Q5_0": {"family": "qwen2moe", "encodings": {"ffn_down_exps": "Q5_0"}},
     "qwen3moe Q4_0": {"family": "qwen3moe", "encodings": {"ffn_up_exps": "Q4_0", "attn": "Q5_0"}},
+    "qwen3moe MXFP4": {
+        "family": "qwen3moe",
+        "encodings": {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "MXFP4"},
+    },
     "phi3 Q4_K": {"family": "phi3", "encodings": {"attn_qkv": "Q4_K", "ffn_up": "Q4_K"}},
 }
 

@@ -33,6 +33,7 @@ BLOCKS: dict[str, tuple[int, int, int, dict[int, float]]] = {
     "Q4_K": (12, 256, 144, {0: 0.0003, 2: 0.0012}),
     "Q5_K": (13, 256, 176, {0: 0.00015, 2: 0.0012}),
     "Q6_K": (14, 256, 210, {208: 0.00003}),
+    "MXFP4": (39, 32, 17, {}),
 }
 FLOATS = {"F32": 0, "F16": 1, "BF16": 30}
 
@@ -90,6 +91,8 @@ def random_blocks(
     for at, size in scales.items():
         numbers = (rng.uniform(0.5, 1.5, len(blocks)) * size).astype(np.float16)
         blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
+    if encoding == "MXFP4":
+        blocks[:, 0] = rng.integers(117, 121, len(blocks))  # powers of two about 1 / 256
     rows = blocks.reshape(*shape[:-1], -1)
     return blocks.tobytes(), np.asarray(dequantize(rows, GGMLQuantizationType[encoding])).reshape(
         shape

@@ -72,7 +72,9 @@ class ModelFiles(NamedTuple):
         are."""
         self._check_stored(config)
         if self.gguf is not None:
-            return read_gguf_storage(self.gguf, spec, config.quantize_to)
+            return read_gguf_storage(
+                self.gguf, spec, config.quantize_to, back_end.mxfp4_scale_bytes
+            )
         if config.load_format == "dummy":
             return None
         return read_storage(self.config, spec, config.quantize_to, back_end)

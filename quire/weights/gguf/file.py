@@ -43,6 +43,7 @@ ENCODINGS: Final[Mapping[int, Encoding]] = {
     13: Encoding("Q5_K", 256, 176),
     14: Encoding("Q6_K", 256, 210),
     30: Encoding("BF16", 1, 2),
+    39: Encoding("MXFP4", 32, 17),
 }
 """What Quire reads, by the number in the file."""
 
