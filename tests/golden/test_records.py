@@ -93,9 +93,10 @@ READ_IMAGES = {
     "LlavaNextForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 }
 """Their pixels come from Pillow, whose resizing may round differently in another version; their
-language models are Llama's and Qwen2's, which are recorded."""
+language models are those of Llama, Qwen2 and Qwen3, which are recorded."""
 
 
 def test_every_family_and_kv_format_is_recorded() -> None:
