@@ -9,6 +9,7 @@ piece, nothing cached.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -114,8 +115,8 @@ IMAGE_REQUESTS: Requests = {
     "same image": ([5, PLACEHOLDER, 9, 11, 12], {"seed": 21}),
     "two images": ([PLACEHOLDER, 7, PLACEHOLDER, *_prompt(16, 9)], {"seed": 22, "top_k": 40}),
     "image behind text": ([*SHARED_PREFIX, PLACEHOLDER, 3], {"temperature": 0.0}),
+    **REQUESTS,
 }
-IMAGE_REQUESTS |= REQUESTS
 """Of a model that reads images."""
 IMAGES = {
     "one image": [(1, 40, 30)],
@@ -414,9 +415,25 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+VARIANTS = {"int4", "int8 cache", "fp8 cache", "int4 experts", "int8 latents", "images, bfloat16"}
+"""Numbers that share their way through the engine with others, which the fast suite holds against
+all circumstances; it holds these against some."""
+ESSENTIAL = {
+    "batched", "chunked", "cached after other use", "partly evicted", "preempted at every token",
+    "overlapped, in little memory", "replayed",
+}  # fmt: skip
+
+
+ALL_CIRCUMSTANCES = [
+    pytest.param(numbers, case, marks=pytest.mark.slow if is_slow else ())
+    for numbers, case in itertools.product(NUMBERS, CASES)
+    for is_slow in [numbers in VARIANTS and case not in ESSENTIAL]
+]
+
+
+@pytest.mark.parametrize(("numbers", "case"), ALL_CIRCUMSTANCES, indirect=["numbers"])
 def test_bits_do_not_depend_on_circumstances(
-    case: str, numbers: str, alone: Answers, make_engine: MakeEngine
+    numbers: str, case: str, alone: Answers, make_engine: MakeEngine
 ) -> None:
     answers = CASES[case](lambda **options: make_engine(**NUMBERS[numbers], **options))
     assert answers.keys() == alone.keys()
