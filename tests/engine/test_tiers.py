@@ -197,13 +197,25 @@ def test_a_second_process_reads_what_the_first_one_writes(
     writer.close()
 
 
-def test_preempted_sequences_find_their_blocks_in_host_memory(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_preempted_sequence_is_restored_or_computed_as_costs_say(
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    restores: bool,
+) -> None:
+    if not restores:
+        monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 1e3 * count)
     prompts = [[place * (3 + number) % 250 + 3 for place in range(33)] for number in range(6)]
     expected = answers(make_engine(block_size=8), prompts, max_tokens=60)
     engine = make_engine(block_size=8, num_blocks=17, kv_offloading_size=0.1, max_model_len=100)
-    assert answers(engine, prompts, max_tokens=60) == expected
+    with caplog.at_level(logging.INFO, logger=control.__name__):
+        assert answers(engine, prompts, max_tokens=60) == expected
     assert engine.scheduler.stats.num_preemptions > 0
-    assert stats_of(engine).num_restored_blocks > 0
+    assert (stats_of(engine).num_restored_blocks > 0) == restores
+    lines = [each.getMessage() for each in caplog.records if each.name == control.__name__]
+    assert lines and all("ms to restore them" in line for line in lines)
+    assert any("are restored" in line for line in lines) == restores
 
 
 def test_steps_that_are_lost_leave_no_block_that_was_never_written(

@@ -220,6 +220,8 @@ class StoredPrefixes:
 
     def retain(self, sequence: Sequence) -> None:
         self._tried.pop(sequence, None)
+        if sequence.request.metrics.num_preemptions and self._known and self._can_use(sequence):
+            self._log_computed(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Do nothing: blocks are found by their digests."""
@@ -258,7 +260,6 @@ class StoredPrefixes:
 
     def _order_fetch(self, sequence: Sequence, keys: ChainKeys, wish: _Wish) -> int:
         first, end = wish
-        size = keys.block_size
         self._num_orders += 1
         self._fetches[self._num_orders] = _Fetch(sequence, keys, first, end)
         stored = tuple(
@@ -268,14 +269,28 @@ class StoredPrefixes:
         for key in stored:
             self._reading[key.digest] = self._num_orders
         self._orders.append(TierOrder("fetch", self._num_orders, stored))
-        logger.info(
-            "%s: %d tokens are restored in about %.1f ms, to compute them would take %.1f ms",
-            sequence.name,
-            (end - first) * size,
-            1e3 * self.costs.restore_s(end - first),
-            1e3 * self.costs.compute_s(first * size, (end - first) * size),
-        )
+        self._log("restored", sequence, first, end - first)
         return self._num_orders
+
+    def _log_computed(self, sequence: Sequence) -> None:
+        """Say so where a preempted sequence does not wait for what is stored of it."""
+        keys, first = sequence.keys, sequence.table.num_chained
+        assert keys is not None
+        count = self.num_stored(keys, first, (len(sequence.token_ids) - 1) // keys.block_size)
+        if count:
+            self._log("computed again", sequence, first, count)
+
+    def _log(self, done: str, sequence: Sequence, first: int, count: int) -> None:
+        """Log a decision with both of its costs."""
+        size = self._blocks.manager.block_size
+        logger.info(
+            "%s: %d stored tokens are %s: about %.1f ms to restore them, %.1f ms to compute them",
+            sequence.name,
+            count * size,
+            done,
+            1e3 * self.costs.restore_s(count),
+            1e3 * self.costs.compute_s(first * size, count * size),
+        )
 
     # -- orders and news
     # ----------------------------------------------------------------------------------------------
