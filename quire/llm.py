@@ -115,7 +115,8 @@ class LLM(PoolingCalls, DecisionCalls):
         `chat_template_content_format` says how contents reach the template: "string" as text,
         "openai" as lists of parts, "auto" as they are given.
         """
-        without.refuse_media(mm_processor_kwargs)
+        if self.engine.images is None:
+            without.refuse_media(mm_processor_kwargs)
         template = self._template(chat_template)
         render = partial(
             template.render,
@@ -139,6 +140,8 @@ class LLM(PoolingCalls, DecisionCalls):
             }
             if sources:
                 prompt["multi_modal_data"] = {"image": sources}
+            if mm_processor_kwargs:
+                prompt["mm_processor_kwargs"] = mm_processor_kwargs
             prompts.append(prompt)
         return self.generate(
             prompts,

@@ -156,15 +156,15 @@ class ImageReader:
     def _read(self, source: ImageSource) -> Image:
         from quire.media.decoding import decode, from_object
         from quire.media.fetching import fetch
-        from quire.media.resizing import processed
+        from quire.media.resizing import processed, with_pixels
 
-        content, param = source
+        content, param, given = source
+        settings = with_pixels(self.limits.processing, given or {}, param)
         pixels = (
             decode(fetch(content, self._access, param), param)
             if isinstance(content, str)
             else from_object(content, param)
         )
-        settings = self.limits.processing
         identity = hashlib.blake2b(repr((pixels.shape, settings)).encode(), digest_size=32)
         identity.update(pixels.data)
         small = processed(pixels, settings, param)

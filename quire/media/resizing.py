@@ -4,6 +4,9 @@ has it (`quire.models.image_processing`). Equal to transformers' processors that
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +52,33 @@ def _tiles(pixels: Pixels, settings: ImageProcessing, param: str) -> Pixels:
     grid = canvas.reshape(height // edge, edge, width // edge, edge, 3).transpose(0, 2, 1, 3, 4)
     whole = _resized(pixels, settings.crop, settings.resample, param)
     return np.concatenate([whole, grid.reshape(-1, edge, 3)])
+
+
+def with_pixels(
+    settings: ImageProcessing, given: Mapping[str, Any], param: str = "image"
+) -> ImageProcessing:
+    """Return settings with the `min_pixels` and `max_pixels` of a request. Raises
+    InvalidParameterError for others, and where images have one size."""
+    if not given:
+        return settings
+    names = ("min_pixels", "max_pixels")
+    if settings.pixels is None or not set(given) <= {*names}:
+        known = " and ".join(names) if settings.pixels is not None else "nothing"
+        raise InvalidParameterError(
+            f"{param}: mm_processor_kwargs has {sorted(map(str, given))}; of a request this model "
+            f"takes {known}",
+            param="mm_processor_kwargs",
+        )
+    least, most = (
+        given.get(name, value) for name, value in zip(names, settings.pixels, strict=True)
+    )
+    if type(least) is not int or type(most) is not int or not 1 <= least <= most <= MAX_PIXELS:
+        raise InvalidParameterError(
+            f"{param}: mm_processor_kwargs leaves min_pixels={least!r} and max_pixels={most!r}; "
+            f"give whole numbers from 1 to {MAX_PIXELS}, the first at most the second",
+            param="mm_processor_kwargs",
+        )
+    return replace(settings, pixels=(least, most))
 
 
 def own_size(size: tuple[int, ...], limits: tuple[int, int], unit: int) -> tuple[int, int]:

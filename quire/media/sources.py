@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ class ImageSource(NamedTuple):
     """A URL, or what `quire.media.decoding.from_object` takes."""
     param: str
     """Where in the request, for errors."""
+    settings: Mapping[str, Any] | None = None
+    """Of the processor, to replace for this image."""
 
 
 @dataclass(frozen=True, slots=True)

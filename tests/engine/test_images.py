@@ -361,6 +361,12 @@ def test_what_is_not_available_is_said_by_name(llm: LLM) -> None:
         _run(llm, _prompt(picture(1)), truncate_prompt_tokens=4)
 
 
+def test_images_of_one_size_take_no_other(llm: LLM) -> None:
+    prompt = {**_prompt(picture(1)), "mm_processor_kwargs": {"max_pixels": 100}}
+    with pytest.raises(InvalidParameterError, match="takes nothing"):
+        _run(llm, prompt)
+
+
 def test_a_model_of_texts_takes_no_images() -> None:
     with LLM("quire-storyteller", kv_cache_memory="8MiB", max_model_len=128) as llm:
         prompt: Any = {"prompt": "Once", "multi_modal_data": {"image": picture(1)}}

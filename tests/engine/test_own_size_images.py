@@ -135,6 +135,35 @@ def test_the_operator_says_how_large_images_are(model: Model) -> None:
     assert small.outputs[0].token_ids != large.outputs[0].token_ids
 
 
+def test_a_prompt_says_how_large_its_images_are(model: Model) -> None:
+    prompt = _prompt(*_images((200, 200)))
+    [large, small, again] = _run(
+        model.llm,
+        prompt,
+        {**prompt, "mm_processor_kwargs": {"max_pixels": 4 * PLACE**2}},
+        prompt,
+    )
+    assert len(small.prompt_token_ids) == 6 + 3 and len(large.prompt_token_ids) == 6 + 15
+    assert again.outputs[0].logprobs == large.outputs[0].logprobs != small.outputs[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"size": 3}, r"\['size'\].*takes min_pixels and max_pixels"),
+        ({"max_pixels": 3}, "max_pixels=3"),
+        ({"min_pixels": True}, "min_pixels=True"),
+        ({"max_pixels": 1 << 40}, "max_pixels=1099511627776"),
+        (3, "must be a dict"),
+    ],
+)
+def test_settings_of_a_prompt_that_mean_nothing_are_refused(
+    settings: Any, says: str, model: Model
+) -> None:
+    with pytest.raises(InvalidParameterError, match=says):
+        _run(model.llm, {**_prompt(*_images((40, 30))), "mm_processor_kwargs": settings})
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> Any:
     def make(config: dict[str, Any], processor: Any = None, **options: Any) -> Any:

@@ -34,7 +34,7 @@ def test_every_way_to_write_an_image_names_the_same_one(part: Any) -> None:
     messages = with_image_parts([{"role": "user", "content": ["x", part]}])
     shown, (source,) = take_images(messages)
     assert shown == [{"role": "user", "content": ["x", {"type": "image"}]}]
-    assert tuple(source) == (URL, "messages[0].content[1]")
+    assert source[:2] == (URL, "messages[0].content[1]")
 
 
 @pytest.mark.parametrize(

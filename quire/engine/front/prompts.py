@@ -23,6 +23,7 @@ class PromptDict(TypedDict, total=False):
     prompt_token_ids: Sequence[int]
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 class TextPrompt(TypedDict):
@@ -31,6 +32,7 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -40,6 +42,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 Prompt = str | Sequence[int] | PromptDict | TextPrompt | TokensPrompt
@@ -47,12 +50,11 @@ Prompt = str | Sequence[int] | PromptDict | TextPrompt | TokensPrompt
 
 _NO_MEDIA = (
     "multi_modal_uuids",
-    "mm_processor_kwargs",
     "prompt_embeds",
     "encoder_prompt",
 )
 """Keys of prompts that mean nothing here."""
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
 
 
 class ParsedPrompt(NamedTuple):
@@ -88,10 +90,11 @@ def parse_prompt(
     token_ids: Any = None
     salt: Any = None
     media: Any = None
+    settings: Any = None
     if isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, Mapping):
-        text, token_ids, salt, media = map(prompt.get, _KEYS)
+        text, token_ids, salt, media, settings = map(prompt.get, _KEYS)
         for key in _NO_MEDIA:
             if prompt.get(key):
                 raise NotAvailableError(
@@ -117,10 +120,10 @@ def parse_prompt(
         token_ids = _encode(text, tokenizer)
     checked = check_token_ids(token_ids, vocab_size)
     shown = text if isinstance(text, str) else None
-    sources = _sources(media)
+    sources = _sources(media, settings)
     if images is None:
-        if sources:
-            raise no_images("multi_modal_data")
+        if sources or settings:
+            raise no_images("multi_modal_data" if sources else "mm_processor_kwargs")
         return ParsedPrompt(shown, checked, salt)
     expanded = images.expand(checked, images.read(sources))
     return ParsedPrompt(shown, expanded.token_ids, salt, expanded.images)
@@ -134,8 +137,14 @@ def no_images(param: str) -> InvalidParameterError:
     )
 
 
-def _sources(media: object) -> list[ImageSource]:
-    """Return the images of a prompt's `multi_modal_data`."""
+def _sources(media: object, settings: object) -> list[ImageSource]:
+    """Return the images of a prompt's `multi_modal_data`, to be read with these settings."""
+    if settings is not None and not isinstance(settings, Mapping):
+        raise InvalidParameterError(
+            "mm_processor_kwargs must be a dict such as {'max_pixels': 501760}, not "
+            f"{type(settings).__name__}",
+            param="mm_processor_kwargs",
+        )
     if media is None:
         return []
     if not isinstance(media, Mapping):
@@ -154,9 +163,9 @@ def _sources(media: object) -> list[ImageSource]:
     given = media.get("image")
     listed = given if isinstance(given, list | tuple) else [] if given is None else [given]
     return [
-        each
+        each._replace(settings=settings)
         if isinstance(each, ImageSource)
-        else ImageSource(each, f"multi_modal_data['image'][{number}]")
+        else ImageSource(each, f"multi_modal_data['image'][{number}]", settings)
         for number, each in enumerate(listed)
     ]
 

@@ -57,7 +57,7 @@ UNAVAILABLE: Mapping[str, str] = {
     "documents": "documents are for chats; put their text into the prompt",
     "chat_template": "a template is never taken from a request; the operator sets it",
     "prompt_embeds": "prompts of embeddings are not available",
-    "mm_processor_kwargs": "this model takes text alone",
+    "mm_processor_kwargs": "it is the operator's: --mm-processor-kwargs",
     "kv_transfer_params": "KV transfer is not available",
     "ec_transfer_params": "encoder transfer is not available",
     "vllm_xargs": "custom processors are not available",
