@@ -143,6 +143,7 @@ class Pass {
     void scatter(const Operation &operation) const;
     void place(const Operation &operation) const;
     void add_placed(const Operation &operation) const;
+    void embed_gathered(const Operation &operation) const;
 
     const KernelTable &table_;
     const DType dtype_;
@@ -170,6 +171,10 @@ void Pass::run(const Operation &operation) const {
             return mix_experts(operation.layer, operation.routing, operation.router, x, dtype_, num_tokens(), out);
         case Kind::head_linear:
             return head_linear({operation.weight, operation.heads.num_queries, operation.heads.size}, x, dtype_, num_tokens(), out);
+        case Kind::gather:
+            return operation.gathering->columns(x, num_tokens(), operation.columns, operation.out.width * size_of(dtype_), out);
+        case Kind::embed_gathered:
+            return embed_gathered(operation);
         default:
             break;
     }
@@ -432,6 +437,23 @@ void Pass::add_placed(const Operation &operation) const {
             table_.add(row, offset(placed.rows, i * placed.width + operation.first_output, dtype_), row, dtype_, 0, width);
         }
     });
+}
+
+// Each rank looks up the ids whose rows it has.
+void Pass::embed_gathered(const Operation &operation) const {
+    const int64_t count = num_tokens(), row_bytes = operation.out.width * size_of(dtype_);
+    char *const out = static_cast<char *>(at(operation.out));
+    std::vector<uint8_t> is_own(count);
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t id = step_->token_ids[t], place = id - operation.first_id;
+        if (id < 0 || id >= operation.num_ids) {
+            throw std::out_of_range("embedding: token id " + std::to_string(id) + " is outside the table of " +
+                                    std::to_string(operation.num_ids) + " rows");
+        }
+        is_own[t] = place >= 0 && place < operation.table.num_rows;
+        if (is_own[t]) embedding(operation.table, &place, 1, out + t * row_bytes);
+    }
+    operation.gathering->rows(out, is_own, row_bytes, out);
 }
 
 }  // namespace

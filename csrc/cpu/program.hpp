@@ -13,6 +13,7 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "experts.hpp"
+#include "gathering.hpp"
 #include "head_linear.hpp"
 #include "linear.hpp"
 #include "lora.hpp"
@@ -47,7 +48,7 @@ struct Heads {
 
 enum class Kind : int {
     embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows, place,
-    take, head_linear, rotate_tails, write_latent, add_placed
+    take, head_linear, rotate_tails, write_latent, add_placed, gather, embed_gathered
 };
 
 // One operation, and of the fields those that its kind has.
@@ -58,9 +59,12 @@ struct Operation {
     bool is_narrow;  // computes the wanted tokens' rows alone
     Value x, y;      // inputs; norm: y is a residual, if y.width is not 0; prepare_heads: x is changed in place
     Value out, sum;  // outputs; sum: norm with a residual
-    // embed: of positions, or else of token ids
+    // embed: of positions, or else of token ids; embed_gathered: the rows of `first_id` and those behind it, of `num_ids` in all
     Lookup table;
     bool of_positions;
+    int64_t first_id, num_ids;
+    Gathering *gathering;          // gather, embed_gathered: the other ranks
+    std::vector<Columns> columns;  // gather: of the output, that this rank has
     float factor;            // scale
     NormWeight norm;         // norm; prepare_heads: of queries, or absent
     NormWeight key_norm;     // prepare_heads, or absent

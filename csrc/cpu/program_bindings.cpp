@@ -17,9 +17,9 @@ using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
 constexpr int64_t MAX_WEIGHTS = 1 << 20;
-constexpr int NUM_KINDS = 19;
+constexpr int NUM_KINDS = 21;
 // norm: or 2, with as many outputs
-constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1, 1};
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1, 1, 1, 0};
 
 // The operations of one list, and the room that their values take.
 struct Operations {
@@ -64,7 +64,10 @@ static void init_norm(NormWeight *self, uintptr_t weight, uintptr_t bias, int dt
 static bool do_values_fit(const Operation &each) {
     const Heads &heads = each.heads;
     switch (each.kind) {
+        case Kind::gather:
+            return are_apart(each.x, each.out);
         case Kind::embed:
+        case Kind::embed_gathered:
             return each.table.width == each.out.width;
         case Kind::add:
             return are_elementwise(each.x, each.out) && are_elementwise(each.y, each.out);
@@ -135,13 +138,26 @@ static void check_heads(const Arguments &args, const Operation &each) {
                  "a norm of queries or keys spans neither a head nor all of them");
 }
 
+// `columns`: first and one past the last, of the output; as many as the input has.
+static void add_columns(const Arguments &args, Operation &each, const std::vector<Place> &columns, DType dtype) {
+    int64_t width = 0;
+    for (const auto &[first, end] : columns) {
+        args.between(0, each.out.width, "the first column", first);
+        args.between(first, each.out.width, "the last column", end);
+        width += end - first;
+        each.columns.push_back({first * size_of(dtype), (end - first) * size_of(dtype)});
+    }
+    args.require(each.kind != Kind::gather || width == each.x.width, "columns that are not the input's");
+}
+
 static void add_operation(Operations &operations, int kind, bool is_narrow, const std::vector<Place> &inputs,
                           const std::vector<Place> &outputs, const Lookup *table, bool of_positions, float factor,
                           const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
                           int64_t number, int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
                           float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t bias, int64_t bias_reach,
                           const LinearWeight *down, const LinearWeight *router, const ExpertRouting *routing,
-                          bool is_interleaved, int64_t value_size, ExpertPool *pool) {
+                          bool is_interleaved, int64_t value_size, ExpertPool *pool, Gathering *gathering, const std::vector<Place> &columns, int64_t first_id,
+                          int64_t num_ids) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
     const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
@@ -154,11 +170,18 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     if (num_inputs > 1) each.y = operations.value(args, inputs[1]);
     each.out = operations.value(args, outputs[0]);
     if (has_residual) each.sum = operations.value(args, outputs[1]);
-    if (each.kind == Kind::embed) {
+    if (each.kind == Kind::embed || each.kind == Kind::embed_gathered) {
         args.require(table != nullptr && table->dtype == operations.dtype, "a table of another dtype");
         each.table = *table;
     }
     each.of_positions = of_positions;
+    if (each.kind == Kind::gather || each.kind == Kind::embed_gathered) {
+        args.require(gathering != nullptr, "no ranks to gather from");
+        each.gathering = gathering;
+        add_columns(args, each, columns, operations.dtype);
+        each.first_id = args.count("the first id", first_id);
+        each.num_ids = args.count("the number of ids", num_ids);
+    }
     each.factor = args.finite("the factor", factor);
     if (norm != nullptr) each.norm = *norm;
     if (key_norm != nullptr) each.key_norm = *key_norm;
@@ -200,7 +223,9 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
     each.bias_reach = bias_reach;
     each.is_interleaved = is_interleaved;
     each.value_size = value_size;
-    if (each.kind == Kind::prepare_heads || each.kind == Kind::attend || each.kind >= Kind::head_linear) check_heads(args, each);
+    if (each.kind == Kind::prepare_heads || each.kind == Kind::attend || (each.kind >= Kind::head_linear && each.kind <= Kind::write_latent)) {
+        check_heads(args, each);
+    }
     args.require(do_values_fit(each), "values that do not fit");
     operations.num_caches = max64(operations.num_caches, cache + 1);
     operations.list.push_back(each);
@@ -282,7 +307,8 @@ static void bind_program(nb::module_ &m) {
         .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
              "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "bias"_a, "bias_reach"_a,
-             "down"_a.none(), "router"_a.none(), "routing"_a.none(), "is_interleaved"_a, "value_size"_a, "pool"_a.none());
+             "down"_a.none(), "router"_a.none(), "routing"_a.none(), "is_interleaved"_a, "value_size"_a, "pool"_a.none(), "gathering"_a.none(), "columns"_a,
+             "first_id"_a, "num_ids"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
         .def("set_caches", &Program::set_caches, "caches"_a, "groups"_a)

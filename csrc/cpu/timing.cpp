@@ -11,7 +11,7 @@
 namespace quire {
 
 static constexpr int NUM_CLASSES = static_cast<int>(KernelClass::COUNT);
-static const char *const CLASS_NAMES[NUM_CLASSES] = {"linear", "attention", "elementwise", "sampling"};
+static const char *const CLASS_NAMES[NUM_CLASSES] = {"linear", "attention", "elementwise", "sampling", "gather"};
 static std::atomic<int64_t> totals[NUM_CLASSES];
 
 void add_kernel_time(KernelClass kind, int64_t nanoseconds) {

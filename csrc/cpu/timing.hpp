@@ -9,7 +9,7 @@
 
 namespace quire {
 
-enum class KernelClass : int { linear = 0, attention, elementwise, sampling, COUNT };
+enum class KernelClass : int { linear = 0, attention, elementwise, sampling, gather, COUNT };
 
 void add_kernel_time(KernelClass kind, int64_t nanoseconds);
 

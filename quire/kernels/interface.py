@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.exchange import Exchange
 from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.placed import StepContent
 from quire.kernels.sampling import Draws
@@ -180,6 +181,8 @@ class Weights:
     """Positions are below it."""
     biases: tuple[Tensor, ...] = ()
     """As `Kernels.bidirectional_attention` takes them, for `max_model_len` positions."""
+    exchange: Exchange | None = None
+    """With the other ranks that hold a part of these weights; None where there are none."""
 
 
 class ForwardPass(Protocol):

@@ -213,6 +213,11 @@ class Interpreter:
                 )
             case ops.Take():
                 return self._taken(step)
+            case ops.Gather(columns=columns):
+                assert weights.exchange is not None, "a divided program needs the other ranks"
+                return weights.exchange.columns(x, columns, operation.width)
+            case ops.EmbedGathered():
+                return self._embed_gathered(operation, step.token_ids)
             case ops.Scale(factor=factor):
                 return x * rounded(factor, x.dtype)
             case ops.Select():
@@ -269,6 +274,17 @@ class Interpreter:
         return kernels.apply_experts(
             x, linears[operation.up], linears[operation.down], choice, operation.activation
         )
+
+    def _embed_gathered(self, operation: ops.EmbedGathered, token_ids: Tensor) -> Tensor:
+        exchange, ids = self._weights.exchange, operation.ids
+        assert exchange is not None, "a divided program needs the other ranks"
+        if not bool(((token_ids >= 0) & (token_ids < operation.num_ids)).all()):
+            raise IndexError(f"a token id is outside the table of {operation.num_ids} rows")
+        places = token_ids - ids.start
+        is_own = (places >= 0) & (places < len(ids))
+        table = self._weights.tables[operation.table]
+        rows = self._kernels.embedding(torch.where(is_own, places, 0), table)
+        return exchange.rows(rows.contiguous(), is_own)
 
     def _taken(self, step: StepTensors) -> Tensor:
         assert step.placed is not None, "this program computes rows from outside"

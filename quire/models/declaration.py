@@ -55,6 +55,8 @@ class TensorSpec:
     """The stored shape, where that has more dimensions (kernels of convolutions)."""
     keeps_float32: bool = False
     """Whatever the model computes in."""
+    cut_from: TensorSpec | None = None
+    """The tensor that these are some rows of, which one rank holds."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -102,7 +104,9 @@ class LinearSpec:
         """The projection that a checkpoint has, where this one is a part of it."""
         weight = self.weight
         shape = (weight.stored_rows or weight.shape[0], weight.shape[1])
-        whole = dataclasses.replace(weight, shape=shape, first_row=0, stored_rows=None)
+        whole = dataclasses.replace(
+            weight, shape=shape, first_row=0, stored_rows=None, cut_from=None
+        )
         return dataclasses.replace(self, weight=whole, is_folded=False)
 
     @property

@@ -10,20 +10,27 @@ business.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kernels.exchange import Exchange
 from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
 from quire.kernels.lora import AdapterRows
+from quire.models.cutting import cut, cut_outputs, divisible_tokens
 from quire.models.declaration import DecoderSpec, LinearSpec, PositionBiasSpec, TensorSpec
-from quire.models.lowering import lower
+from quire.models.lowering import Parameters, lower
 from quire.models.rope import RopeSpec
 from quire.nn.decoder import DecoderModel
+from quire.nn.head import DividedHead
 from quire.nn.position_bias import position_bias
 from quire.nn.rope import rope_table
+from quire.program.operations import Program
 from quire.program.passes import make_adaptable
+from quire.program.sharding import shard
 from quire.quant.linears import FloatLinears, LinearLoader
 from quire.weights.source import WeightSource
 
@@ -39,13 +46,15 @@ def build_decoder(
     max_model_len: int,
     quantize: Callable[[FloatLinears], LinearLoader] = lambda floats: floats,
     adapters: AdapterRows | None = None,
+    exchange: Exchange | None = None,
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
 
     `quantize` puts another way of loading projections around the plain one (see
     `quire.quant.linears`). `max_model_len` bounds the positions that can be computed, and settles
     dynamic and long RoPE (see `quire.nn.rope`). With `adapters`, projections take what the
-    adapter of a row adds to them. Raises ConfigError for a dtype or length that cannot work,
+    adapter of a row adds to them. With an `exchange`, only this rank's share of the weights is
+    loaded (`quire.program.sharding`). Raises ConfigError for a dtype or length that cannot work,
     CheckpointError for weights that cannot be read.
     """
     if dtype not in COMPUTE_DTYPES:
@@ -56,7 +65,7 @@ def build_decoder(
             f"{spec.architecture} learned"
         )
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
-    return _Builder(quantize(floats), floats, max_model_len, adapters).decoder(spec)
+    return _Builder(quantize(floats), floats, max_model_len, adapters, exchange).decoder(spec)
 
 
 class _Builder:
@@ -66,11 +75,13 @@ class _Builder:
         floats: FloatLinears,
         max_model_len: int,
         adapters: AdapterRows | None,
+        exchange: Exchange | None,
     ) -> None:
         self._linears = linears
         self._weights, self._kernels, self._dtype = floats.weights, floats.kernels, floats.dtype
         self._max_model_len = max_model_len
         self._adapters = adapters
+        self._exchange = exchange
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec) -> DecoderModel:
@@ -82,7 +93,11 @@ class _Builder:
                 f"the {self._kernels.name} kernels cannot run {spec.architecture}: "
                 f"{'; '.join(reasons)}"
             )
-        embedding, head = self._ends(spec)
+        held = _Held(spec, parameters)
+        if self._exchange is not None:
+            program, held = _shared(program, held, self._exchange)
+        parameters = held.parameters
+        embedding, head = self._ends(held.spec)
         num_inner = len(parameters.linears) - len(head)
         weights = Weights(
             linears=(*(self._linear(*parts) for parts in parameters.linears[:num_inner]), *head),
@@ -91,10 +106,19 @@ class _Builder:
             ropes=tuple(self._rope(each) for each in parameters.ropes),
             biases=tuple(self._bias(each) for each in parameters.biases),
             max_model_len=self._max_model_len,
+            exchange=self._exchange,
         )
         run = self._kernels.compile(program, weights)
         return DecoderModel(
-            spec, self._kernels, program, weights, run, self._num_bytes, self._adapters
+            spec, self._kernels, program, weights, run, self._num_bytes, self._adapters,
+            divided_head=self._divided_head(held, weights),
+        )  # fmt: skip
+
+    def _divided_head(self, held: _Held, weights: Weights) -> DividedHead | None:
+        if self._exchange is None or held.tokens is None or held.spec.head is None:
+            return None
+        return DividedHead(
+            self._kernels, weights.linears[-1], self._exchange, held.tokens, held.num_tokens
         )
 
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
@@ -155,3 +179,36 @@ class _Builder:
     def _rope(self, spec: RopeSpec) -> Tensor:
         table = rope_table(spec, self._max_model_len).to(self._kernels.device)
         return self._counted_tensor(table)
+
+
+class _Held(NamedTuple):
+    """What this process has of the weights."""
+
+    spec: DecoderSpec
+    """Whose embedding and head are cut to it."""
+    parameters: Parameters
+    tokens: range | None = None
+    """Those of the embedding and the head; None: all."""
+    num_tokens: int = 0
+    """There are, where some are elsewhere."""
+
+
+def _shared(program: Program, held: _Held, exchange: Exchange) -> tuple[Program, _Held]:
+    """Return a rank's program, and the declaration cut to what it holds."""
+    spec, parameters = held.spec, held.parameters
+    num_tokens = divisible_tokens(spec)
+    program, shares = shard(program, exchange.rank, exchange.num_ranks, num_tokens)
+    linears = tuple(
+        cut_outputs(parts, shares.linears[number]) if number in shares.linears else parts
+        for number, parts in enumerate(parameters.linears)
+    )
+    vectors = tuple(
+        cut(each, shares.vectors[number]) if number in shares.vectors else each
+        for number, each in enumerate(parameters.vectors)
+    )
+    parameters = replace(parameters, linears=linears, vectors=vectors)
+    if shares.tokens is None or num_tokens is None:
+        return program, _Held(spec, parameters)
+    head = None if spec.head is None else cut_outputs([spec.head], (shares.tokens,))[0]
+    cut_spec = replace(spec, embedding=cut(spec.embedding, shares.tokens), head=head)
+    return program, _Held(cut_spec, parameters, shares.tokens, num_tokens)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import ForwardPass, Kernels, PackedLinear, Weights
+from quire.kernels.interface import ForwardPass, Kernels, Weights
 from quire.kernels.interpreter import normed
 from quire.kernels.lora import AdapterRows
 from quire.kernels.placed import ContentSource, StepContent
 from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
+from quire.nn.head import OutputHead, PackedHead
 from quire.program.operations import Program
 
 
@@ -39,16 +40,19 @@ class DecoderModel:
     """Who uses which adapter; None where the program takes none."""
     images: ContentSource | None = None
     """What stands in place of tokens, in a model that reads images."""
+    divided_head: OutputHead | None = None
+    """The head, where `weights` have a part of it alone."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.tables[0].dtype
 
     @property
-    def head(self) -> PackedLinear:
+    def head(self) -> OutputHead:
         """The output projection, of a model that has one."""
         assert self.program.head.weight is not None, "this model has no logits of tokens"
-        return self.weights.linears[self.program.head.weight]
+        whole = PackedHead(self.kernels, self.weights.linears[self.program.head.weight])
+        return self.divided_head or whole
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """Run one pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H],
@@ -87,7 +91,7 @@ class DecoderModel:
 
     def head_logits(self, states: Tensor) -> Tensor:
         """The same of states behind the final norm."""
-        logits = self.kernels.linear(states, self.head, out_dtype="float32")
+        logits = self.head.logits(states)
         cap = self.program.head.soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -100,14 +104,14 @@ class DecoderModel:
         """
         if self.program.head.soft_cap is not None:
             return None
-        return self.kernels.linear_argmax(self.normed(hidden), self.head)
+        return self.head.argmax(self.normed(hidden))
 
     def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
         """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n].
         None where it takes those."""
         if self.program.head.soft_cap is not None:
             return None
-        return self.kernels.linear_draws(self.normed(hidden), self.head, draws)
+        return self.head.draws(self.normed(hidden), draws)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states behind the final norm, where there is one."""

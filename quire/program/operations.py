@@ -371,6 +371,26 @@ class Scatter(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class Gather(Operation):
+    """The whole value, of which each rank has some columns: no sum crosses ranks."""
+
+    columns: tuple[range, ...]
+    """Of the output, that the input has side by side."""
+    width: int
+    """Of the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedGathered(Operation):
+    """`Embed` of token ids, of whose table each rank has some rows."""
+
+    table: int
+    ids: range
+    """That this rank has the rows of."""
+    num_ids: int
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """From hidden states to logits, where they are needed:
     `soft_cap * tanh(linear(norm(x)) / soft_cap)`, in float32."""

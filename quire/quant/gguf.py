@@ -23,6 +23,7 @@ from torch import Tensor
 from quire.common.file_states import FileState
 from quire.errors import CheckpointError
 from quire.kernels.interface import QuantizedWeight
+from quire.models.cutting import rows_within
 from quire.models.declaration import LinearSpec, TensorSpec
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.integers import dequantize, rows_of
@@ -75,6 +76,11 @@ class GgufWeights(WeightSource):
 
     def _read(self, tensor: TensorSpec) -> QuantizedWeight | Tensor:
         """Integers or float32, with the rows that the declaration means, in its order."""
+        if tensor.cut_from is not None:
+            whole, part = self._read(tensor.cut_from), rows_within(tensor)
+            if isinstance(whole, Tensor):
+                return whole.view(tensor.cut_from.shape)[part]
+            return rows_of(whole, torch.arange(part.start, part.stop))
         name, shape, first = self._model.place_of(tensor)
         stored = self._model.file.tensors[name]
         if len(shape) == 3 or tensor.stored_rows is not None:

@@ -111,7 +111,8 @@ class SafetensorsCheckpoint(WeightSource):
             if tensor.is_transposed:
                 _read_columns(file, stored, out, tensor.first_row, tensor.row_step)
             elif tensor.row_step > 1:
-                out.copy_(read_stored(file, stored)[tensor.first_row :: tensor.row_step])
+                rows = read_stored(file, stored)[tensor.first_row :: tensor.row_step]
+                out.copy_(rows[: len(out)])
             else:
                 fill_rows(file, stored, out, tensor.first_row)
             self.check_unchanged(file)

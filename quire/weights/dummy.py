@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.common.seeds import mix64
+from quire.models.cutting import rows_within
 from quire.models.declaration import TensorSpec
 from quire.weights.source import WeightSource
 
@@ -35,6 +36,11 @@ class DummyWeights(WeightSource):
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`."""
+        if tensor.cut_from is not None:
+            whole = torch.empty(tensor.cut_from.shape, dtype=out.dtype, device=out.device)
+            self.fill(whole, tensor.cut_from)
+            out.copy_(whole[rows_within(tensor)])
+            return
         key = zlib.crc32(f"{tensor.name}:{tensor.first_row}".encode())
         strip = self._strip(out.device)
         flat = out.view(-1)

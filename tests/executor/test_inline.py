@@ -15,7 +15,7 @@ from quire.worker.memory import give_back
 def test_closing_frees_weights_and_memory() -> None:
     llm = LLM("quire-storyteller", kv_cache_memory="4MiB", num_threads=1)
     worker = llm.engine.executor.worker  # type: ignore[attr-defined]
-    held = [weakref.ref(worker.model.head.data), weakref.ref(worker.memory.caches[0][0])]
+    held = [weakref.ref(worker.model.head.weight.data), weakref.ref(worker.memory.caches[0][0])]
     executor = llm.engine.executor
     llm.close()
     executor.close()

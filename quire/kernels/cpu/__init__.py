@@ -91,7 +91,7 @@ def num_threads() -> int:
 
 def kernel_times() -> dict[str, float]:
     """Return seconds that native kernels have run for in this process, by class: linear, attention,
-    elementwise, sampling.
+    elementwise, sampling, and gathering between ranks.
 
     Empty where the extension is missing. The thread that calls the kernels is timed, so two
     two readings tell what happened in between if no other thread uses the kernels.

@@ -12,7 +12,7 @@ from typing import overload
 
 def kernel_times() -> dict[str, float]:
     """Seconds that kernels have run for in this process: linear, attention, elementwise,
-    sampling."""
+    sampling, and gathering between ranks."""
 
 MAX_THREADS: int
 
@@ -409,6 +409,38 @@ class KVCache:
         head_size: int,
     ) -> None: ...
 
+MAX_RANKS: int
+GROUP_STATE_BYTES: int
+"""What ranks share besides buffers, zeros at first."""
+
+class Gathering:
+    """A rank's end of what ranks exchange: see csrc/cpu/gathering.hpp. Waits raise RuntimeError
+    where a rank is gone, or silent for `silence_s`."""
+
+    def __init__(
+        self, memory: int, num_bytes: int, rank: int, size: int, silence_s: float
+    ) -> None: ...
+    def columns(
+        self,
+        own: int,
+        num_rows: int,
+        columns: list[tuple[int, int]],
+        width: int,
+        size: int,
+        out: int,
+    ) -> None:
+        """`columns`: first and one past the last, of elements of `size` bytes."""
+    def rows(self, rows: int, is_own: list[bool], row_bytes: int) -> None: ...
+    def post(self) -> None: ...
+    def wait_done(self) -> None: ...
+    def wait_posted(self, timeout_s: float) -> bool: ...
+    def finish(self) -> None: ...
+    def reset(self) -> None: ...
+    def beat(self) -> None: ...
+    def lose(self, rank: int) -> None: ...
+    @property
+    def is_lost(self) -> bool: ...
+
 class Operations:
     """A list of operations. Values are (column in the arena, width); the result is at column -1,
     `width` wide."""
@@ -445,6 +477,10 @@ class Operations:
         is_interleaved: bool,
         value_size: int,
         pool: ExpertPool | None,
+        gathering: Gathering | None,
+        columns: list[tuple[int, int]],
+        first_id: int,
+        num_ids: int,
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""

@@ -50,6 +50,7 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
     ops.Place: 13, ops.Take: 14,
     ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17, ops.AddPlaced: 18,
+    ops.Gather: 19, ops.EmbedGathered: 20,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
@@ -58,7 +59,7 @@ NO_FIELDS: dict[str, Any] = {
     "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0, "sinks": 0,
     "bias": 0, "bias_reach": 0,
     "down": None, "router": None, "routing": None, "is_interleaved": False, "value_size": 0,
-    "pool": None,
+    "pool": None, "gathering": None, "columns": [], "first_id": 0, "num_ids": 0,
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
 
@@ -234,6 +235,14 @@ class _Writer:
                     "table": native_lookup(self._weights.tables[table]),
                     "of_positions": of == "positions",
                 }
+            case ops.Gather(columns=columns):
+                places = [(part.start, part.stop) for part in columns]
+                return {"gathering": self._gathering(), "columns": places}
+            case ops.EmbedGathered(table=table, ids=ids, num_ids=num_ids):
+                return {
+                    "table": native_lookup(self._weights.tables[table]),
+                    "gathering": self._gathering(), "first_id": ids.start, "num_ids": num_ids,
+                }  # fmt: skip
             case ops.Scale(factor=factor):
                 return {"factor": rounded(factor, self._dtype)}
             case ops.Norm(norm=norm) | ops.AddNorm(norm=norm):
@@ -279,6 +288,11 @@ class _Writer:
                     "bias": bias_address(offsets, heads.num_queries), "bias_reach": reach,
                 }  # fmt: skip
         return {}
+
+    def _gathering(self) -> _native.Gathering:
+        exchange = self._weights.exchange
+        assert exchange is not None, "a divided program needs the other ranks"
+        return exchange.native
 
     def _preparation(self, operation: ops.PrepareHeads) -> dict[str, Any]:
         fields: dict[str, Any] = {"heads": operation.heads.sizes}
