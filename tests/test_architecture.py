@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"models", "weights", "kernels", "quant", "program"},
     "media": {"core", "models"},
     "lora": {"kernels", "core", "models", "weights"},
-    "parallel": {"nn", "kernels"},
+    "parallel": {"nn", "kernels", "program"},
     "grammar": {"core"},
     "tiers": {"core"},
     "sampling": {"kernels", "core", "grammar"},
@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "weights",
         "grammar",
+        "nn",
     },
     "engine": {
         "core",
@@ -86,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
         "transfer",
         "grammar",
         "tiers",
+        "program",
     },
 }
 # R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never
@@ -173,11 +175,12 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_900, "csrc": 13_000, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
-    "quire/common": 1_300, "quire/config": 1_400, "quire/core": 8_600, "quire/engine": 12_200,
-    "quire/executor": 600, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
-    "quire/media": 950, "quire/models": 4_800, "quire/nn": 950, "quire/observe": 200,
-    "quire/program": 700, "quire/quant": 2_100, "quire/router": 2_200, "quire/sampling": 1_300,
+    "benchmarks": 6_900, "csrc": 13_400, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
+    "quire/common": 1_300, "quire/config": 1_400, "quire/core": 8_600, "quire/engine": 12_400,
+    "quire/executor": 800, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
+    "quire/media": 950, "quire/models": 4_900, "quire/nn": 1_200, "quire/observe": 200,
+    "quire/parallel": 600,
+    "quire/program": 1_000, "quire/quant": 2_100, "quire/router": 2_200, "quire/sampling": 1_300,
     "quire/server": 14_200, "quire/sim": 1_600, "quire/spec": 700, "quire/text": 4_100,
     "quire/tiers": 900, "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_100,
 }  # fmt: skip

@@ -26,6 +26,8 @@ SWITCHES = ("auto", "on", "off")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
+EXECUTOR_BACKENDS = ("mp", "uni")
+MAX_RANKS = 64
 QUANTIZATIONS = ("int8", "int4")
 STORED_QUANTIZATIONS = {
     "awq": ("awq",),
@@ -51,6 +53,7 @@ _LEAST = {
     "max_loras": 1,
     "max_lora_rank": 1,
     "max_cpu_loras": 1,
+    "tensor_parallel_size": 1,
 }
 """Whole numbers, each with the least that makes sense."""
 _OF_ADAPTERS = frozenset({"max_loras", "max_lora_rank", "max_cpu_loras"})
@@ -240,7 +243,18 @@ class EngineConfig:
     max_cpu_loras: int | None = _option(
         None, "adapters kept in memory, used or not; by default as many as max_loras"
     )
-    tensor_parallel_size: int = _option(1, "not available yet beyond 1")
+    tensor_parallel_size: int = _option(
+        1,
+        "processes of this machine that each hold a part of every matrix; same answers to the bit",
+    )
+    distributed_executor_backend: str | None = _option(
+        None,
+        "how the processes of one model are run: mp starts them on this machine, uni is one alone",
+        choices=EXECUTOR_BACKENDS,
+    )
+    distributed_timeout_seconds: float = _option(
+        10.0, "a process of the model that gives no sign of life for so long is replaced"
+    )
     pipeline_parallel_size: int = _option(1, "not available yet beyond 1")
     speculative_config: Mapping[str, Any] | None = _option(
         None,
@@ -419,13 +433,29 @@ class EngineConfig:
                 f"expert_memory={self.expert_memory!r} needs weights_cache, too: the folder for "
                 "the file that all experts are in"
             )
-        for name, only in (
-            ("tensor_parallel_size", 1),
-            ("pipeline_parallel_size", 1),
-        ):
-            value = getattr(self, name)
-            if value != only:
-                raise ConfigError(f"{name}={value!r} is not available yet; leave it at {only!r}")
+        if self.pipeline_parallel_size != 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size!r} is not available yet; "
+                "leave it at 1"
+            )
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        num_ranks, timeout = self.tensor_parallel_size, self.distributed_timeout_seconds
+        if num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks} is too many: at most {MAX_RANKS} are possible"
+            )
+        if num_ranks > 1 and self.distributed_executor_backend == "uni":
+            raise ConfigError(
+                f"distributed_executor_backend='uni' is one process, and tensor_parallel_size="
+                f"{num_ranks} needs more; give 'mp', or leave it out"
+            )
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not is_number or not 0.0 < timeout <= 3600.0:
+            raise ConfigError(
+                f"distributed_timeout_seconds={timeout!r} must be seconds above 0, at most 3600"
+            )
 
     def _check_adapters(self) -> None:
         """Refuse room for adapters where none are served."""

@@ -142,7 +142,6 @@ _TABLE: tuple[ForeignOption, ...] = (
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
     ),
-    *_absent("one engine uses one device", "mp", "uni", "ray", distributed_executor_backend=None),
     *_absent("one engine uses one device", enable_expert_parallel=False, enable_eplb=False),
     *_absent("name the adapter with the request", default_mm_loras=None),
     *_ignored(

@@ -6,9 +6,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from quire.core.plan import StepPlan, StepResult
+from quire.errors import EngineError
 
 Launched = Callable[[], StepResult]
 """A step on its way: waits for its result, and gives it. May be called in any thread, once."""
+
+
+class StepLostError(EngineError):
+    """What the executor held is lost, and so is the step; the executor has what it needs to go on.
+    Nobody's fault: everything may be computed again."""
 
 
 class Executor(Protocol):
@@ -20,7 +26,7 @@ class Executor(Protocol):
         The next plan may be launched before the result of this one is read: it finds the rows
         as this one leaves them. A row that fails alone (non-finite numbers, a processor that
         raises) is reported in its `WorkResult`. An exception, here or from the wait, means that the
-        executor itself is broken and must be replaced.
+        executor itself is broken and must be replaced; `StepLostError`, that it has been.
         """
         ...
 

@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.executor.interface import Executor
+    from quire.parallel.group import RankGroup
     from quire.sampling.processors import ProcessorTable
     from quire.worker.worker import Worker
 
@@ -26,6 +27,8 @@ class ExecutorSpec(NamedTuple):
     """Loads the weights and allocates the KV memory, in the process that calls it."""
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers, as in `SchedulerLimits`."""
+    build_ranks: Callable[[], tuple[Worker, ProcessorTable, RankGroup]] | None = None
+    """`build_worker` of rank 0's part, and the processes that have the others'."""
 
 
 def _inline(spec: ExecutorSpec) -> Executor:
@@ -46,7 +49,16 @@ def _null(spec: ExecutorSpec) -> Executor:
     )
 
 
-EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {"inline": _inline, "null": _null}
+def _ranks(spec: ExecutorSpec) -> Executor:
+    from quire.executor.ranks import RanksExecutor
+
+    assert spec.build_ranks is not None, "nothing says what the ranks are made of"
+    return RanksExecutor(*spec.build_ranks())
+
+
+EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {
+    "inline": _inline, "mp": _ranks, "null": _null,
+}  # fmt: skip
 
 
 def make_executor(name: str, spec: ExecutorSpec) -> Executor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quire.common.failures import log_failure
 from quire.core.plan import NOT_FINITE, RowWork, StepPlan, StepResult, WorkResult
-from quire.errors import QuireError
+from quire.errors import EngineError, QuireError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.worker.batch import StepInputs, gather, move
@@ -127,6 +127,8 @@ class Worker:
         self._has_failed = len(work) < len(plan.work)
         try:
             outcome = self._launch(work) if work else list
+        except EngineError:  # no row's failure
+            raise
         except Exception as error:
             log_failure(
                 logger, f"a step of {len(work)} rows failed; computing each row alone", error
@@ -161,6 +163,8 @@ class Worker:
         for item in work:
             try:
                 outcomes.append(self._launch([item]))
+            except EngineError:
+                raise
             except Exception as error:
                 self._has_failed = True
                 failed = WorkResult(error=f"the model failed on this sequence: {_cause(error)}")

@@ -481,8 +481,8 @@ Call = Callable[[LLM], object]
             "enable_prompt_embeds=True is not available",
         ),
         (
-            lambda llm: LLM(MODEL, tensor_parallel_size=4),
-            "tensor_parallel_size=4 is not available yet",
+            lambda llm: LLM(MODEL, pipeline_parallel_size=4),
+            "pipeline_parallel_size=4 is not available yet",
         ),
         (lambda llm: LLM(MODEL, data_parallel_size=2), "data_parallel_size=2 is not available"),
         (

@@ -94,7 +94,7 @@ def test_a_type_of_torch_is_known_by_its_name() -> None:
         ),
         ({"revision": 3}, "revision=3 must be text"),
         ({"generation_config": ""}, "generation_config='' must be text"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 65}, "tensor_parallel_size=65"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb=True is not available"),
     ],
 )

@@ -178,7 +178,7 @@ def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
             "quantization='awq', but the checkpoint is of plain floating point",
         ),
         ({"quantization": "int5"}, "quantization='int5' is not available; choose 'int8' or 'int4'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         (
             {"max_num_batched_tokens": 4, "max_num_seqs": 8},
             "max_num_batched_tokens=4 is below max_num_seqs=8",

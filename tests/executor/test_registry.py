@@ -32,7 +32,9 @@ def test_the_inline_executor_builds_its_worker() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no executor called 'ray'; choose one of inline, null"):
+    with pytest.raises(
+        ConfigError, match="no executor called 'ray'; choose one of inline, mp, null"
+    ):
         make_executor("ray", _SPEC)
 
 

@@ -44,8 +44,11 @@ if TYPE_CHECKING:
     from quire.kernels.interface import Kernels
     from quire.kernels.selection import Selection
     from quire.lora.table import AdapterTable
+    from quire.nn.decoder import DecoderModel
+    from quire.parallel.group import RankGroup
     from quire.sampling.processors import ProcessorTable
     from quire.worker.companions import Companion
+    from quire.worker.memory import KVMemory
     from quire.worker.outlets.interface import Outlet
     from quire.worker.worker import Worker
 
@@ -166,9 +169,9 @@ def select(plan: EnginePlan) -> Selection:
 
 
 @_no_collection()
-def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
-    """Return the executor of this name (see `quire.executor.registry`) for a planned model.
-    Raises ConfigError for an unknown name."""
+def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
+    """Return the executor of this name (see `quire.executor.registry`) for a planned model, by
+    default the one that its plan needs. Raises ConfigError for an unknown name."""
     limits, vocab_size = planned.plan.limits, planned.plan.spec.vocab_size
     spec = ExecutorSpec(
         limits.max_num_seqs,
@@ -177,18 +180,35 @@ def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
         vocab_size,
         partial(_build_worker, planned),
         limits.windows,
+        partial(_build_ranks, planned),
     )
-    return make_executor(name, spec)
+    is_alone = planned.plan.config.tensor_parallel_size == 1
+    return make_executor(name or ("inline" if is_alone else "mp"), spec)
 
 
-def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
+def _build_ranks(planned: PlannedModel) -> tuple[Worker, ProcessorTable, RankGroup]:
+    """Start the other ranks, and build the part of rank 0 while they build theirs."""
+    from quire.engine.ranks.launch import start_group
+
+    group = start_group(planned)
+    try:
+        worker, processors = _build_worker(planned, group)
+        group.wait_ready()
+    except BaseException:
+        group.close()
+        raise
+    return worker, processors, group
+
+
+def _build_worker(
+    planned: PlannedModel, group: RankGroup | None = None
+) -> tuple[Worker, ProcessorTable]:
     """Load the weights, allocate the KV memory, and put a worker around them."""
     from quire.grammar.forced import ForcedTokens
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
     from quire.worker.last_tokens import PinnedReadback
-    from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.outlets import outlets_for
     from quire.worker.outlets.pooling import PoolOutlet
     from quire.worker.rows import RowTable
@@ -203,13 +223,14 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
     adapters = _adapter_table(plan, selection.kernels)
-    model, pooler, images, experts = load_model(planned, selection.kernels, adapters)
+    exchange = None if group is None else group.exchange
+    model, pooler, images, experts = load_model(planned, selection.kernels, adapters, exchange)
     limits = plan.limits
-    num_scratch = int(plan.graphs is not None)
-    shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
-    memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device, plan.kv_layout)
-    if plan.is_kv_populated:
-        memory.populate(plan.num_threads)
+    memory = kv_memory(plan, model)
+    if group is not None:
+        from quire.executor.ranks import lead
+
+        model, memory = lead(model, memory, group)
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
     states = {
         name: each
@@ -233,6 +254,24 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     if plan.graphs is not None:
         _use_graphs(worker, plan, plan.graphs)
     return worker, sampler.processors
+
+
+def kv_memory(plan: EnginePlan, model: DecoderModel) -> KVMemory:
+    """Allocate the KV memory of the heads that a model has: of one rank, its own."""
+    from quire.program.sharding import cache_heads
+    from quire.worker.memory import KVMemory, PoolShape
+
+    limits, num_scratch = plan.limits, int(plan.graphs is not None)
+    shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
+    heads = cache_heads(model.program)
+    layers = [
+        layer._replace(num_kv_heads=count)
+        for layer, count in zip(plan.spec.kv_layers, heads, strict=True)
+    ]
+    memory = KVMemory(layers, shape, model.kernels.device, plan.kv_layout)
+    if plan.is_kv_populated:
+        memory.populate(plan.num_threads)
+    return memory
 
 
 def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:

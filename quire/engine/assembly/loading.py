@@ -18,6 +18,7 @@ from quire.quant.gguf_formats import GgufStorage
 
 if TYPE_CHECKING:
     from quire.engine.assembly.planned_model import PlannedModel
+    from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
     from quire.lora.table import AdapterTable
     from quire.models.declaration import LinearSpec
@@ -42,9 +43,13 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    planned: PlannedModel, kernels: Kernels, adapters: AdapterTable | None
+    planned: PlannedModel,
+    kernels: Kernels,
+    adapters: AdapterTable | None,
+    exchange: Exchange | None = None,
 ) -> LoadedModel:
-    """Return the weights in memory, as planned, and what belongs to them."""
+    """Return the weights in memory, as planned, and what belongs to them. With an `exchange`, the
+    weights are one rank's share; ranks above 0 have the decoder alone."""
     from quire.nn.builder import build_decoder
     from quire.nn.pooler import build_pooler
     from quire.weights.dense import DenseFolder
@@ -61,7 +66,11 @@ def load_model(
             max_model_len=plan.limits.max_model_len,
             quantize=quantize if store is None else _paging(quantize, store),
             adapters=adapters,
+            exchange=exchange,
         )
+
+        if exchange is not None and exchange.rank > 0:
+            return LoadedModel(model, None, None, None)
 
         def source_of(dense: DenseSpec) -> WeightSource:
             is_own = dense.folder is None or plan.config.load_format == "dummy"

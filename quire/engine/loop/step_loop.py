@@ -39,7 +39,7 @@ from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.loop.recorder import StepRecorder
 from quire.engine.plan.planning import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
-from quire.executor.interface import Executor, Launched
+from quire.executor.interface import Executor, Launched, StepLostError
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,11 @@ class StepLoop:
         of the step; of one without work, all that wait for a companion. One ends at least, or the
         same step would be lost for ever.
         """
+        if isinstance(error, StepLostError):
+            logger.error("step %d is computed again: %s", plan.step_id, error)
+            self.rewind()
+            self.scheduler.reset_prefix_cache()
+            return []
         cause = error.__cause__ or error
         log_failure(logger, f"the executor failed on step {plan.step_id}", cause)
         message = f"the engine failed on this step: {type(cause).__name__}"

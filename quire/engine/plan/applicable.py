@@ -5,6 +5,7 @@ a text where it keeps nothing.
 from __future__ import annotations
 
 from quire.config.engine import EngineConfig
+from quire.engine.plan.ranks import check_ranks
 from quire.errors import ConfigError
 from quire.models.declaration import DecoderSpec
 
@@ -12,6 +13,7 @@ from quire.models.declaration import DecoderSpec
 def check_options(config: EngineConfig, spec: DecoderSpec, *, generates: bool) -> None:
     """Raises ConfigError for an option that would have no effect, and for a context that the model
     was not made for."""
+    check_ranks(config, spec)
     _check_context(config, spec)
     if config.speculation is not None and not generates:
         raise ConfigError(

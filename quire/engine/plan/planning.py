@@ -19,7 +19,7 @@ from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.core.step_cost import UnitCosts
-from quire.engine.plan import attention, memory, speculation
+from quire.engine.plan import attention, memory, ranks, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
 from quire.engine.plan.experts import ExpertPlan, plan_experts, suggesting
@@ -92,6 +92,7 @@ class EnginePlan:
     graphs: GraphPlan | None
     """Of steps that are recorded and replayed; None where every step is launched."""
     num_threads: int
+    """Of each rank."""
     weight_bytes: int
     kv_layout: KVLayout
     kv_bytes_per_token: int
@@ -175,13 +176,13 @@ class _Resolver:
         self._note_pooling()
         block_size, max_num_seqs = self._block_size(), self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
-        num_threads = self._given(
-            "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
-        )
+        num_cores, reason = ranks.cores_of_each(self.machine, config.tensor_parallel_size)
+        num_threads = self._given("num_threads", config.num_threads, num_cores, reason)
         if self.formats.has_integers:
             form = config.quantize_to or "as the checkpoint"
             self._note("quantization", form, self.formats.summary)
-        computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
+        num_cores = num_threads * config.tensor_parallel_size
+        computing = replace(self.machine, num_cores=num_cores, gpu=self.gpu)
         experts = self._experts(dtype, num_threads)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
         if experts is not None:
@@ -214,6 +215,8 @@ class _Resolver:
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
         with suggesting(config, spec, self.formats, computing, dtype, fixed_bytes):
             limits, kv_bytes = self._pool(limits, block_bytes, fixed_bytes)
+        for decision in ranks.decisions(config, spec, self.formats, dtype):
+            self._note(*decision)
         missed_s = 0.0 if experts is None else experts.missed_s
         step_costs = estimate(spec, self.formats, dtype, kv_format, computing)
         return EnginePlan(

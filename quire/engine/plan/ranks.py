@@ -1,0 +1,102 @@
+"""What each of several ranks holds of a model, before any is started; and what ranks cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from quire.common.numbers import format_bytes
+from quire.config.engine import EngineConfig
+from quire.engine.plan.machine import Machine
+from quire.errors import ConfigError
+from quire.models.cutting import divisible_tokens
+from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+from quire.models.lowering import lower
+from quire.program.sharding import cache_heads, shard
+from quire.quant.formats import WeightFormats
+
+
+class RankShare(NamedTuple):
+    """What one rank holds."""
+
+    weight_bytes: int
+    kv_share: float
+    """Of what one process would keep of each token."""
+
+
+def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError for what is not available with several ranks."""
+    if config.tensor_parallel_size == 1:
+        return
+    refused = {
+        "enable_lora=True": config.enable_lora,
+        f"{spec.architecture}, which reads images,": spec.vision is not None,
+        f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
+        f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
+        "a draft model": config.speculation is not None
+        and config.speculation.method == "draft_model",
+        "device='cuda'": config.device == "cuda",
+        # torch's products, whose bits depend on how many outputs a weight has
+        f"kernels={config.kernels!r}": config.kernels not in ("auto", "cpu"),
+        f"weights_cache={config.weights_cache!r}": config.weights_cache is not None,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise ConfigError(
+                f"{name} is not available with tensor_parallel_size="
+                f"{config.tensor_parallel_size} yet; leave one of them out"
+            )
+
+
+def cores_of_each(machine: Machine, num_ranks: int) -> tuple[int, str]:
+    """Return how many cores one of the ranks has, and why."""
+    if num_ranks == 1:
+        return machine.num_cores, machine.cores_reason
+    reason = f"of each rank: {machine.num_cores} {machine.cores_reason}, divided by {num_ranks}"
+    return max(1, machine.num_cores // num_ranks), reason
+
+
+def decisions(
+    config: EngineConfig, spec: DecoderSpec, formats: WeightFormats, dtype: str
+) -> Iterator[tuple[str, int, str]]:
+    """Give what `quire plan` says of ranks, where there are several."""
+    shares = rank_shares(spec, formats, dtype, config.tensor_parallel_size)
+    if shares:
+        largest = format_bytes(max(share.weight_bytes for share in shares))
+        kv = ", ".join(f"{share.kv_share:.0%}" for share in shares)
+        reason = f"given; a rank holds at most {largest} of the weights, of the KV cache {kv}"
+        yield "tensor_parallel_size", len(shares), reason
+
+
+def rank_shares(
+    spec: DecoderSpec, formats: WeightFormats, dtype: str, num_ranks: int
+) -> tuple[RankShare, ...]:
+    """Return what each rank holds; empty of one alone. Weights that every rank holds all of count
+    for each."""
+    if num_ranks == 1:
+        return ()
+    return tuple(_share(spec, formats, dtype, rank, num_ranks) for rank in range(num_ranks))
+
+
+def _share(
+    spec: DecoderSpec, formats: WeightFormats, dtype: str, rank: int, num_ranks: int
+) -> RankShare:
+    program, parameters = lower(spec)
+    divided, shares = shard(program, rank, num_ranks, divisible_tokens(spec))
+    spared = 0.0
+    for number, parts in enumerate(parameters.linears):
+        num_outputs = sum(part.num_outputs for part in parts)
+        held: int | None = None
+        if number in shares.linears:
+            held = sum(map(len, shares.linears[number]))
+        elif shares.tokens is not None and parts == (spec.head,):
+            held = len(shares.tokens)
+        is_counted = not (spec.is_tied and parts == (spec.head,)) or formats.of(parts) is not None
+        if held is not None and is_counted:
+            spared += formats.part_bytes(parts, dtype) * (1 - held / num_outputs)
+    if shares.tokens is not None:
+        num_others = spec.vocab_size - len(shares.tokens)
+        spared += num_others * spec.hidden_size * DTYPE_BYTES[dtype]
+    whole, own = sum(cache_heads(program)), sum(cache_heads(divided))
+    kv_share = own / whole if whole else 0.0
+    return RankShare(formats.weight_bytes(spec, dtype) - round(spared), kv_share)

@@ -1,0 +1,50 @@
+"""Starts the processes of a planned model's other ranks."""
+
+from __future__ import annotations
+
+import sys
+
+from quire.engine.assembly.planned_model import PlannedModel
+from quire.engine.plan.planning import EnginePlan
+from quire.engine.process.link import start_message
+from quire.errors import ConfigError
+from quire.models.declaration import DTYPE_BYTES
+from quire.parallel.group import RankGroup
+from quire.parallel.shared_memory import bytes_of_command
+
+_COMMAND = (sys.executable, "-P", "-m", "quire.engine.ranks")
+
+
+def start_group(planned: PlannedModel) -> RankGroup:
+    """Start a process for each rank but this one, which builds of the very files that were
+    planned with."""
+    from quire.kernels import cpu
+
+    plan = planned.plan
+    num_ranks = plan.config.tensor_parallel_size
+    if cpu.IMPORT_ERROR is not None:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} needs the native kernels, which cannot be "
+            f"loaded: {cpu.IMPORT_ERROR}; leave it out"
+        )
+    start = start_message(plan, planned.files)
+    return RankGroup(
+        _COMMAND,
+        {"model": start.model, "options": dict(start.options), "files": dict(start.files)},
+        num_ranks=num_ranks,
+        command_bytes=command_bytes(plan),
+        silence_s=plan.config.distributed_timeout_seconds,
+    )
+
+
+def command_bytes(plan: EnginePlan) -> int:
+    """Return the room that the largest step needs: what it computes, and rows from outside."""
+    limits, num_groups = plan.limits, len(plan.limits.windows)
+    num_tokens, num_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    num_blocks = limits.num_blocks_for(limits.max_model_len)
+    per_token = 8 * (3 + num_groups) + plan.spec.hidden_size * DTYPE_BYTES["float32"]
+    per_row = 4 * (3 + num_blocks * num_groups)
+    copies = 2 * 8 * limits.num_blocks
+    return bytes_of_command(
+        num_tokens * per_token + num_rows * per_row + copies + 8, 8 + 2 * num_groups
+    )

@@ -1,0 +1,100 @@
+"""The executor of several ranks: the worker of rank 0 in this process, whose model asks other
+processes for what they hold.
+
+Rows, sampling and everything else of a step are rank 0's alone. When a rank is lost, so is the
+step, and what the others kept of all sequences: `StepLostError` has the loop compute these again,
+once the rank has been replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from quire.core.plan import BlockCopy, StepPlan, StepResult
+from quire.executor.inline import InlineExecutor
+from quire.executor.interface import Launched, StepLostError
+from quire.kernels.interface import Kernels
+from quire.nn.decoder import DecoderModel
+from quire.nn.head import DividedHead
+from quire.parallel.divided import Kind, LedHead, LedPass
+from quire.parallel.group import GroupLostError, RankGroup
+from quire.parallel.shared_memory import RankCommand
+from quire.sampling.processors import ProcessorTable
+from quire.worker.memory import KVMemory
+from quire.worker.staging import Staging
+from quire.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""In a row, without a step in between. Then the step's own requests are taken for the cause."""
+
+
+class LedMemory(KVMemory):
+    """Rank 0's part of the KV memory: what is copied here, the others copy, too."""
+
+    def __init__(self, own: KVMemory, group: RankGroup) -> None:
+        vars(self).update(vars(own))
+        self._group = group
+
+    def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels, stage: Staging) -> None:
+        """See `KVMemory.copy_blocks`."""
+        if copies:
+            pairs = torch.tensor([tuple(copy) for copy in copies], dtype=torch.int64)
+            copy_own = partial(super().copy_blocks, copies, kernels, stage)
+            self._group.call(RankCommand(Kind.COPY_BLOCKS, (), (pairs,)), copy_own)
+
+
+def lead(model: DecoderModel, memory: KVMemory, group: RankGroup) -> tuple[DecoderModel, KVMemory]:
+    """Return rank 0's model and KV memory so that the others follow them."""
+    head = model.divided_head
+    if head is not None:
+        assert isinstance(head, DividedHead)
+        head = LedHead(head, group)
+    led = replace(model, run=LedPass(model.run, group), divided_head=head)
+    return led, LedMemory(memory, group)
+
+
+class RanksExecutor(InlineExecutor):
+    """Runs plans on a group of ranks."""
+
+    def __init__(self, worker: Worker, processors: ProcessorTable, group: RankGroup) -> None:
+        super().__init__(worker, processors)
+        self.group = group
+        self._num_losses = 0
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See `Executor.launch`."""
+        if self.group.is_lost:
+            self._replace("a rank of the group is gone")
+        try:
+            launched = self.worker.launch(plan)
+        except GroupLostError as error:
+            self._replace(str(error))
+        self._num_losses = 0
+        return launched
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`."""
+        return self.launch(plan)()
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        self.group.close()
+        super().close()
+
+    def _replace(self, reason: str) -> NoReturn:
+        """Start the other ranks anew. Always raises: the step is lost, or, after several losses in
+        a row, its requests are."""
+        self._num_losses += 1
+        self.group.restart()
+        if self._num_losses > MAX_LOSSES:
+            self._num_losses = 0
+            raise GroupLostError(f"{MAX_LOSSES} groups in a row were lost: {reason}")
+        raise StepLostError(reason)

@@ -1,0 +1,108 @@
+"""The processes of the other ranks: started, watched, ended, and started anew.
+
+A rank is told what to build by one line of JSON on its standard input, answers with one line when
+it is ready, and lives as long as that input stays open: it ends with the process that started it,
+however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.errors import ConfigError, EngineError
+
+BEAT_INTERVAL_S = 0.25
+_LOOK_INTERVAL_S = 0.05
+_KILL_TIMEOUT_S = 10.0
+_MAX_ANSWER_CHARS = 4096
+
+
+class RankProcess:
+    """One rank's process."""
+
+    def __init__(self, command: Sequence[str], start: Mapping[str, Any], fileno: int) -> None:
+        try:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
+                pass_fds=[fileno], start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise EngineError(f"a rank cannot be started: {type(error).__name__}") from error
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
+            self._process.stdin.write(json.dumps(start).encode() + b"\n")
+            self._process.stdin.flush()
+        threading.Thread(target=self._listen, name="quire-rank-answer", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The operating system's number."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait for its answer. Raises ConfigError with what it says, EngineError where it ends
+        without a word or says nothing until then."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                answer = json.loads(self._answers.get(timeout=_LOOK_INTERVAL_S) or b"{}")
+                if "error" in answer:
+                    raise ConfigError(str(answer["error"]))
+                if answer.get("ready"):
+                    return
+                raise EngineError(f"a rank ended while it was loading (process {self.pid})")
+            if time.monotonic() > deadline_s:
+                raise EngineError(f"a rank is not loaded in time (process {self.pid})")
+
+    def kill(self) -> None:
+        """End it, frozen or not, and wait until the system has taken back what it held."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_TIMEOUT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # closed by `kill`
+            self._answers.put(self._process.stdout.readline(_MAX_ANSWER_CHARS))
+
+
+class Watcher:
+    """A thread that gives this rank's signs of life and says which processes have ended."""
+
+    def __init__(self, beat: Callable[[], None], has_ended: Callable[[], None]) -> None:
+        """`has_ended` looks for such processes, and says so to those who wait for them."""
+        self._beat, self._look = beat, has_ended
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._is_over.set()
+        self._thread.join(_KILL_TIMEOUT_S)
+        self._beat = self._look = lambda: None  # which may hold the owner
+
+    def _run(self) -> None:
+        next_beat_s = 0.0
+        while not self._is_over.wait(_LOOK_INTERVAL_S):
+            if time.monotonic() >= next_beat_s:
+                self._beat()
+                next_beat_s = time.monotonic() + BEAT_INTERVAL_S
+            self._look()
