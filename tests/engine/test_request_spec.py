@@ -92,6 +92,7 @@ def test_a_field_is_named_where_it_is_declared_where_it_is_made_and_where_it_is_
         "engine/front/digest.py",
         "engine/pooling/requests.py",
         "core/scheduler/resources.py",
+        "core/scheduler/tiers.py",
     }
 
 

@@ -53,6 +53,7 @@ def test_t05_every_route_and_spelling_needs_a_key() -> None:
     public = {
         "/livez",
         "/readyz",
+        "/ping",
         "/",
         "/dashboard",
         *(path for path in paths if path.startswith("/page/")),
