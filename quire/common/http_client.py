@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 256 << 20
 """Of a body that is collected, not handed on."""
 _MAX_CHUNK_LINE = 4096
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _NO_BODY = (204, 304)
 _MAX_SIZE_LEN = 12
 """Of the line before a chunk that is handed on as it is."""
@@ -192,18 +194,22 @@ class HttpClient:
         *,
         is_safe: bool = True,
     ) -> HttpResponse:
-        data = self._encode(request)
+        data, is_head = self._encode(request), request.method == "HEAD"
         is_reused = is_safe and bool(self._idle)
         connection = self._idle.pop() if is_reused else await self._connect()
         try:
-            answer = await connection.exchange(data, sink, self._timeout_s, receiver)
+            answer = await connection.exchange(
+                data, sink, self._timeout_s, receiver, is_head=is_head
+            )
         except HttpError as error:
             # A server may close an idle connection at any time; nothing of this request has been
             # answered then.
             if not is_reused or connection.has_answered or error.kind != "broken":
                 raise
             connection = await self._connect()
-            answer = await connection.exchange(data, sink, self._timeout_s, receiver)
+            answer = await connection.exchange(
+                data, sink, self._timeout_s, receiver, is_head=is_head
+            )
         if connection.is_reusable:
             if len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
@@ -286,6 +292,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._num_collected = 0
         self._keeps = False
         """Whether the connection may be used again once the body has ended."""
+        self._is_head = False
+        """Whether the answer has no body, whatever length it says."""
         self._last_s = 0.0
         self.has_answered = False
         self.is_reusable = False
@@ -299,6 +307,8 @@ class _Connection(asyncio.BufferedProtocol):
         sink: Sink | None,
         timeout_s: float,
         receiver: Receiver | None = None,
+        *,
+        is_head: bool = False,
     ) -> HttpResponse:
         """Send one request and take in the answer. Raises HttpError."""
         loop = asyncio.get_running_loop()
@@ -311,7 +321,7 @@ class _Connection(asyncio.BufferedProtocol):
             [],
             0,
         )
-        self._receiver = receiver
+        self._receiver, self._is_head = receiver, is_head
         self._take, self._last_s = self._take_head, loop.time()
         transport.write(data)
         try:
@@ -391,7 +401,8 @@ class _Connection(asyncio.BufferedProtocol):
         return True
 
     def _parse(self, data: bytes) -> None:
-        """Parse as far as it goes."""
+        """Parse as far as it goes. What comes behind an answer belongs to none: a connection with
+        it would give it to the next request."""
         self._buffer = self._buffer + data if self._buffer else data
         try:
             while self._buffer and not self._is_over:
@@ -400,6 +411,8 @@ class _Connection(asyncio.BufferedProtocol):
                 self._buffer = take(before)
                 if self._buffer is before and self._take == take:
                     break
+            if self._buffer and self._is_over:
+                self.abort()
             if self._receiver is not None:
                 self._receiver.flush()
         except (
@@ -455,7 +468,7 @@ class _Connection(asyncio.BufferedProtocol):
             headers.get("connection", "").lower() != "close" and version == "HTTP/1.1"
         )
         length = headers.get("content-length", "")
-        if answer.status in _NO_BODY:
+        if answer.status in _NO_BODY or self._is_head:
             self._end(can_reuse=keeps)
         elif "chunked" in headers.get("transfer-encoding", "").lower():
             self._take = self._take_chunk_line
@@ -486,10 +499,10 @@ class _Connection(asyncio.BufferedProtocol):
             if len(data) > _MAX_CHUNK_LINE:
                 raise HttpError("a chunk's size does not end", kind="protocol")
             return data
-        try:
-            size = int(data[:end].split(b";")[0], 16)
-        except ValueError:
-            raise HttpError(f"a chunk's size is {data[:40]!r}", kind="protocol") from None
+        digits = data[:end].split(b";")[0].strip()
+        if not _CHUNK_SIZE.fullmatch(digits):
+            raise HttpError(f"a chunk's size is {data[:40]!r}", kind="protocol")
+        size = int(digits, 16)
         if size == 0:
             self._take = self._take_trailers
         else:

@@ -106,6 +106,35 @@ def test_connections_are_used_again_and_replaced_when_they_went_stale() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.02])
+def test_what_comes_behind_an_answer_is_no_answer_to_another_request(delay_s: float) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(COUNTED)
+                await asyncio.sleep(delay_s)
+                writer.write(COUNTED.replace(b"hello!", b"poison"))
+
+    async def ask() -> None:
+        async with served(handle) as client:
+            for _ in range(3):
+                assert (await client.request(GET)).body == b"hello!"
+                await asyncio.sleep(3 * delay_s)
+
+    asyncio.run(ask())
+
+
+def test_a_head_has_no_body_whatever_length_it_says() -> None:
+    async def ask() -> None:
+        head = COUNTED.removesuffix(b"hello!")
+        async with served(raw(head, COUNTED), timeout_s=5.0) as client:
+            got = await client.request(HttpRequest("HEAD", "/x"))
+            assert (got.headers["content-length"], got.body) == ("6", b"")
+            assert (await client.request(GET)).body == b"hello!"
+
+    asyncio.run(ask())
+
+
 def test_an_error_body_is_collected_and_never_reaches_the_sink() -> None:
     async def ask() -> None:
         pieces: list[bytes] = []
@@ -133,6 +162,11 @@ def test_an_error_body_is_collected_and_never_reaches_the_sink() -> None:
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhello", "broken", "broke off"),
         (
             b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+            "protocol",
+            "chunk's size",
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-3\r\nabcdef\r\n",
             "protocol",
             "chunk's size",
         ),
