@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect
@@ -34,7 +35,7 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _DROPPED = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
-        "transfer-encoding", "upgrade", "host", "content-length", "expect",
+        "transfer-encoding", "upgrade", "proxy-connection", "host", "content-length", "expect",
         "x-request-id", "x-client-request-id",
     }
 )  # fmt: skip
@@ -137,7 +138,8 @@ class Forwarder:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        headers = {name: value for name, value in headers.items() if name not in _DROPPED}
+        dropped = _DROPPED | _of_connection(headers)
+        headers = {name: value for name, value in headers.items() if name not in dropped}
         if not self._passes_keys:
             headers = {name: value for name, value in headers.items() if name not in SECRETS}
         if self._config.backend_api_key:
@@ -281,13 +283,14 @@ class _Delivery:
         assert answer is not None
         self.has_begun, self._relay = True, relay
         self._is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        dropped = _DROPPED_OF_ANSWERS | _of_connection(answer.headers)
         headers = [
             (name.encode("latin-1"), value.encode("latin-1"))
             for name, value in {**answer.headers, **self._rates}.items()
-            if name not in _DROPPED_OF_ANSWERS
+            if name not in dropped
         ]
         length = answer.headers.get("content-length")
-        if length is not None:
+        if length is not None and "transfer-encoding" not in answer.headers:
             headers.append((b"content-length", length.encode("latin-1")))
         await self._send(
             {"type": "http.response.start", "status": answer.status, "headers": headers}
@@ -330,6 +333,12 @@ class _Delivery:
         self._has_ended = True
         await self._send({"type": "http.response.body", "body": data + last, "more_body": False})
         return True
+
+
+def _of_connection(headers: Mapping[str, str]) -> frozenset[str]:
+    """Return the headers that are said to be one connection's."""
+    named = headers.get("connection", "").lower().split(",")
+    return frozenset(name.strip() for name in named)
 
 
 async def _departure(receive: Receive) -> None:

@@ -36,10 +36,11 @@ def route_label(path: str) -> RouteLabel:
 
 def is_forwarded(scope: Scope) -> bool:
     """Return whether a path is the back ends': below /v1/, or one of the few others, and spelled
-    so that every reader takes it for the same."""
+    so that every reader takes it for the same, also one that decodes slashes before it follows
+    dots."""
     raw_path: bytes = scope["raw_path"]
-    parts = raw_path.split(b"/")[1:]
-    if b"%2e" in raw_path.lower() or b"\\" in raw_path or {b"", b".", b".."} & set(parts):
+    parts = scope["path"].split("/")[1:]
+    if b"%2e" in raw_path.lower() or "\\" in scope["path"] or {"", ".", ".."} & set(parts):
         return False
     return scope["path"] in PURE_PATHS or raw_path.startswith(b"/v1/")
 

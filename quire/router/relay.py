@@ -52,6 +52,8 @@ class Relay:
         """See `Receiver`."""
         self._valve = valve
         length = answer.headers.get("content-length", "")
+        if "transfer-encoding" in answer.headers:  # which counts, then
+            length = ""
         is_short = length.isdigit() and len(length) < 10 and int(length) <= MAX_HELD_BYTES
         # an error's body is short as well, however it is framed
         self.is_held = is_short or not 200 <= answer.status < 300

@@ -54,10 +54,38 @@ def test_requests_pass_as_they_are() -> None:
         assert seen.headers[-1]["x-custom"] == "kept"
         assert seen.headers[-1]["authorization"] == "Bearer mine"
         assert seen.headers[-1]["x-request-id"] == answer.headers["x-request-id"]
-        for path in ("/v1/../metrics", "/v1/%2e%2e/x", "/v1//x", "/inspect/steps", "/v1/a/./b"):
+        for path in ("/v1/../metrics", "/v1/%2e%2e/x", "/v1//x", "/inspect/steps", "/v1/a/./b",
+                     "/v1/x%2f..%2f..%2fadmin/drain", "/v1/a%2f/b", "/v1/..%5cadmin"):  # fmt: skip
             assert _error(await up.get(path)) == (404, "unknown_url")
 
     play(scene, "a", "b")
+
+
+def test_what_is_said_of_one_connection_stays_there() -> None:
+    async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close, x-hop\r\nx-hop: 1\r\nx-end: 2\r\n"
+            b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+        )
+        writer.close()
+
+    heads: list[bytes] = []
+
+    async def run() -> None:
+        server = await asyncio.start_server(odd, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, routed(url, health_interval_s=60) as up:
+            await up.app.prober.probe_all()
+            heads.clear()
+            asked = {"connection": "keep-alive, x-hop", "x-hop": "1", "x-end": "2"}
+            got = await up.client.request(HttpRequest("GET", "/v1/files/x", headers=asked))
+            assert got.body == b"hello"
+            assert "content-length" not in got.headers  # of two lengths, the other one counted
+            assert "x-hop" not in got.headers and got.headers["x-end"] == "2"
+            assert b"x-hop" not in heads[0] and b"x-end: 2" in heads[0]
+
+    asyncio.run(run())
 
 
 def test_a_back_end_that_is_gone_costs_a_client_nothing() -> None:
