@@ -129,6 +129,10 @@ class Prober:
                 continue
             names = set()
             for url in urls:
+                known = self._fleet.find(url)
+                if known is not None and known.is_draining and not known.is_leaving:
+                    names.add(known.name)  # an operator drains it
+                    continue
                 try:
                     replica = self._fleet.add(
                         url, host_name=source.address.netloc, source=source.url
@@ -182,7 +186,9 @@ class Prober:
             log_failure(logger, f"the models of {replica.name} cannot be read", error)
 
     async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        """Ask on a connection of its own: one that is kept may be stuck behind something."""
+        """Ask on a connection of its own: one that is kept may be stuck behind something. The whole
+        answer has the time of one, so that a trickle of bytes keeps no other probe waiting.
+        """
         config, address = self._config, replica.client.address
         scheme = "https" if address.is_secure else "http"
         url = f"{scheme}://{address.netloc}{address.path}"
@@ -192,5 +198,9 @@ class Prober:
             connect_timeout_s=config.connect_timeout_s,
             host_name=replica.client.host_name,
         ) as client:
-            answer = await client.request(HttpRequest("GET", path, headers=self._headers))
+            try:
+                async with asyncio.timeout(config.connect_timeout_s + config.health_timeout_s):
+                    answer = await client.request(HttpRequest("GET", path, headers=self._headers))
+            except TimeoutError:
+                raise HttpError("the answer to a probe did not end", kind="timeout") from None
         return answer.status, answer.body

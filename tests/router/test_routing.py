@@ -205,6 +205,25 @@ def test_a_back_end_that_says_nothing_is_given_up_and_its_requests_go_elsewhere(
     play(scene, "a", "b", policy="round-robin", health_interval_s=0.05, health_timeout_s=0.1)
 
 
+def test_a_probe_that_trickles_keeps_no_other_waiting() -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while not writer.transport.is_closing():
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        limits = {"health_timeout_s": 0.1, "connect_timeout_s": 0.1, "health_interval_s": 60}
+        async with server, routed(url, **limits) as up:
+            async with asyncio.timeout(5):
+                await up.app.prober.probe_all()
+            assert not up.app.fleet.is_ready
+
+    asyncio.run(run())
+
+
 def test_silence_has_a_limit() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         made[0].is_silent = True
@@ -373,6 +392,10 @@ def test_a_name_stands_for_its_addresses(monkeypatch: pytest.MonkeyPatch) -> Non
                 addresses.pop()
                 await up.app.prober.resolve_all()
                 (replica,) = up.app.fleet.replicas
+                await up.post("/admin/backends/drain", {"url": back.url})
+                await up.app.prober.resolve_all()
+                assert replica.is_draining  # until it is added again
+                await up.post("/admin/backends", {"url": back.url})
                 assert replica.name == back.url
                 await up.post("/v1/completions", BODY)
                 assert back.headers[-1]["host"] == f"replicas:{back.port}"
