@@ -6,10 +6,13 @@ that chooses them, since a step that has begun cannot be put aside.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from quire.core.experts import EXPERTS, ExpertUse
 from quire.core.plan import Record
 from quire.core.request import Sequence
-from quire.core.scheduler.prerequisites import Settled
+from quire.core.scheduler.prerequisites import Prerequisite, Settled
 
 
 class CountedExperts:
@@ -43,3 +46,18 @@ class CountedExperts:
 
     def lose_flights(self) -> None:
         return
+
+
+def expert_use(prerequisites: Iterable[Prerequisite]) -> dict[str, Any]:
+    """Return the counts of the prerequisite that has them, by the names of the engine's counters;
+    nothing where there is none."""
+    for each in prerequisites:
+        if isinstance(each, CountedExperts):
+            hits, misses, bytes_read, wait_s = each.use
+            return {
+                "num_expert_hits": hits,
+                "num_expert_misses": misses,
+                "expert_bytes_read": bytes_read,
+                "expert_wait_s": wait_s,
+            }
+    return {}

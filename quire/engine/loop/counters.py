@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.scheduler.experts import CountedExperts
+from quire.core.scheduler.experts import expert_use
 from quire.core.scheduler.scheduler import Scheduler
 from quire.core.scheduler.tiers import stored_stats
 
@@ -103,7 +103,7 @@ def count(scheduler: Scheduler) -> EngineCounters:
         num_drafts=stats.num_runs,
         num_draft_tokens=stats.num_run_tokens,
         num_accepted_by_place=tuple(stats.num_right_by_place),
-        **expert_use(scheduler),
+        **expert_use(scheduler.admission.prerequisites),
         num_stored_kv_blocks=stored.num_stored_blocks,
         num_kept_kv_blocks=stored.num_kept_blocks,
         num_restored_kv_blocks=stored.num_restored_blocks,
@@ -114,17 +114,3 @@ def count(scheduler: Scheduler) -> EngineCounters:
         is_kv_storing_off=stored.is_off,
         target_step_s=pace.target_s if pace is not None and pace.is_bounding else 0.0,
     )
-
-
-def expert_use(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the counts of the prerequisite that has them, if there is one."""
-    for each in scheduler.admission.prerequisites:
-        if isinstance(each, CountedExperts):
-            hits, misses, bytes_read, wait_s = each.use
-            return {
-                "num_expert_hits": hits,
-                "num_expert_misses": misses,
-                "expert_bytes_read": bytes_read,
-                "expert_wait_s": wait_s,
-            }
-    return {}

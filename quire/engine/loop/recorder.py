@@ -20,9 +20,9 @@ from typing import NamedTuple
 from quire.common.numbers import ceil_div
 from quire.core.plan import ONE_SAMPLE, AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
+from quire.core.scheduler.experts import expert_use
 from quire.core.scheduler.flight import Flight
 from quire.core.scheduler.scheduler import Scheduler
-from quire.engine.loop.counters import expert_use
 from quire.engine.loop.inspection import (
     Base,
     BlockContent,
@@ -328,7 +328,7 @@ class StepRecorder:
             num_merges=manager.num_merges,
             num_evictions=manager.num_evictions,
             waste=stats.waste,
-            **expert_use(scheduler),
+            **expert_use(scheduler.admission.prerequisites),
         )
 
     @property
