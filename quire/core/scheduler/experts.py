@@ -49,8 +49,7 @@ class CountedExperts:
 
 
 def expert_use(prerequisites: Iterable[Prerequisite]) -> dict[str, Any]:
-    """Return the counts of the prerequisite that has them, by the names of the engine's counters;
-    nothing where there is none."""
+    """Return the counts by the names of the engine's counters; nothing where none are kept."""
     for each in prerequisites:
         if isinstance(each, CountedExperts):
             hits, misses, bytes_read, wait_s = each.use
