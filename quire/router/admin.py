@@ -21,6 +21,7 @@ from quire.server.http.call import call_of
 from quire.server.http.errors import ApiError, bad_request, overloaded
 from quire.server.http.responses import json_response
 from quire.server.ops.metrics import CONTENT_TYPE
+from quire.server.quota.tenants import EVERYBODY
 
 _LIST_TIMEOUT_S = 10.0
 
@@ -175,8 +176,14 @@ class RouterRoutes:
 
     def _check_admin(self, request: Request) -> None:
         """Raises ApiError 403 for a tenant that is no operator, and for everyone where the router
-        can be reached from elsewhere and has no keys."""
-        if not (self._is_guarded and call_of(request).tenant.is_admin):
+        can be reached from elsewhere and has no keys. Pages in a browser on this machine, which can
+        send to any address, are told by their origin; where there are keys they have none."""
+        tenant = call_of(request).tenant
+        if tenant is EVERYBODY and "origin" in request.headers:
+            raise ApiError(
+                403, "pages may make no admin calls where there are no keys", code="admin_needed"
+            )
+        if not (self._is_guarded and tenant.is_admin):
             raise ApiError(
                 403,
                 "this needs the key of a tenant with admin = true",

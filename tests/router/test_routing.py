@@ -343,6 +343,17 @@ def test_without_keys_admin_calls_are_for_this_machine_alone() -> None:
     play(scene, "a", host="0.0.0.0")
 
 
+def test_without_keys_a_page_in_a_browser_makes_no_admin_calls() -> None:
+    async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        body = {"url": "http://127.0.0.1:9"}
+        refused = await up.post("/admin/backends", body, origin="http://a.page")
+        assert _error(refused) == (403, "admin_needed") and len(up.app.fleet.replicas) == 1
+        assert (await up.post("/admin/drain", {}, origin="null")).status == 403 and not up.told
+        assert (await up.get("/admin/backends")).status == 200
+
+    play(scene, "a")
+
+
 def test_limits_of_bodies_and_of_requests_in_flight() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         big = {**BODY, "prompt": "x" * 5000}
