@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -32,6 +31,8 @@ from quire.weights.packed_cache import (
     check_owner,
     header_of,
     key_of,
+    remove_abandoned,
+    temporary_of,
     version,
 )
 from quire.weights.source import WeightSource
@@ -197,6 +198,7 @@ class ExpertStore:
         )
 
     def _remove_former(self) -> None:
+        remove_abandoned(self._path)
         for path in self._path.parent.glob(f"{self._label}-*{SUFFIX}"):
             if path != self._path:
                 with contextlib.suppress(OSError):
@@ -234,7 +236,7 @@ class _Writer:
         self._file: BinaryIO | None = None
         with self._reporting():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, self._temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+            descriptor, self._temporary = temporary_of(path)
             self._file = os.fdopen(descriptor, "wb")
             self._file.seek(self._length)
 

@@ -11,11 +11,14 @@ warning. Nothing in it can be executed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import logging
 import os
 import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".packed.safetensors"
 _READ_TIMEOUT_S = 600.0
 """For a file on a slow network drive; whatever takes longer is treated as damaged."""
+_LOCKED_AFTER_S = 10.0
+"""A file that is younger may not have its writer's lock yet."""
 BIAS = ".bias"
 _MAX_NAMED = 4
 """Parts of a projection whose names are all in its own."""
@@ -265,7 +270,7 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
         "layouts": layouts,
         "checksum": str(checksum),
     }
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    descriptor, name = temporary_of(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(header_of({name: each.nbytes for name, each in tensors.items()}, metadata))
@@ -275,6 +280,27 @@ def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> Non
     except OSError:
         os.unlink(name)
         raise
+
+
+def temporary_of(path: Path) -> tuple[int, str]:
+    """Create a file beside `path` under another name, locked while it is open; return its
+    descriptor and name. Those that were left by killed processes are removed."""
+    remove_abandoned(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    with contextlib.suppress(OSError):  # where there are no locks, nothing is removed either
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor, name
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what `temporary_of` created and nobody writes any more."""
+    for each in path.parent.glob(f"{glob.escape(path.stem)}*"):
+        if each.suffix == path.suffix:
+            continue
+        with contextlib.suppress(OSError), each.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _LOCKED_AFTER_S:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                each.unlink()
 
 
 def header_of(sizes: Mapping[str, int], metadata: Mapping[str, str], length: int = 0) -> bytes:

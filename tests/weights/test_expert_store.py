@@ -217,6 +217,20 @@ def test_what_is_not_completed_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_start_left_is_removed_and_no_running_one_is(tmp_path: Path) -> None:
+    layers = _layers("float32")
+    running = _store(tmp_path, 1 << 20)
+    running.keep(MIXTURES[0].up, layers[0][0])
+    (locked,) = tmp_path.iterdir()
+    left = tmp_path / f"{NAME.path(tmp_path, SUFFIX).stem}abandoned"
+    left.write_bytes(bytes(100))
+    for path in (locked, left):
+        os.utime(path, (0, 0))
+    _written(tmp_path, layers, 1 << 20)
+    assert set(tmp_path.iterdir()) == {NAME.path(tmp_path, SUFFIX), locked}
+    running.close()
+
+
 def test_a_pool_that_holds_too_few_is_refused(tmp_path: Path) -> None:
     layers = _layers("float32")
     _written(tmp_path, layers, 1 << 20)
