@@ -217,6 +217,7 @@ def test_towers_over_images_of_any_size_agree(family: str, dtype: str) -> None:
         floats = FloatLinears(DummyWeights(), load(name), getattr(torch, dtype))
         tower = VisionModel(vision, read_image_processing(OWN_SIZES), floats)
         *_, rows = tower.encode(picture(1, 3 * PLACE, 5 * PLACE))
+        assert rows is not None
         found.append(rows.float())
     assert (
         found[0].shape == (15, 64 * vision.num_projectors) and float(found[0].abs().max()) > 0.001

@@ -215,7 +215,9 @@ def test_a_probe_that_trickles_keeps_no_other_waiting() -> None:
     async def run() -> None:
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        limits = {"health_timeout_s": 0.1, "connect_timeout_s": 0.1, "health_interval_s": 60}
+        limits: dict[str, Any] = {
+            "health_timeout_s": 0.1, "connect_timeout_s": 0.1, "health_interval_s": 60
+        }  # fmt: skip
         async with server, routed(url, **limits) as up:
             async with asyncio.timeout(5):
                 await up.app.prober.probe_all()
