@@ -238,6 +238,8 @@ def _segments_in(folder: Path) -> list[int]:
             name = entry.name.removesuffix(_SUFFIX)
             if name != entry.name and name.isdecimal():
                 with contextlib.suppress(FileNotFoundError):
+                    if not entry.is_file(follow_symlinks=False):
+                        continue  # a pipe, for one, would be waited for
                     found.append((entry.stat().st_mtime, int(name)))
     return [number for _, number in sorted(found)]
 

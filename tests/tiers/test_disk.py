@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def test_records_are_found_again_by_another_process(tmp_path: Path) -> None:
     again = open_store(tmp_path)
     assert read(again, 3, 1, 9, 4) == [payload(3), payload(1), None, payload(4)]
     assert len(again) == 4 and (tmp_path / IDENTITY.digest.hex()).stat().st_mode & 0o077 == 0
+
+
+def test_a_pipe_among_the_segments_is_not_waited_for(tmp_path: Path) -> None:
+    with contextlib.closing(open_store(tmp_path)) as store:
+        write(store, 1)
+    os.mkfifo(tmp_path / IDENTITY.digest.hex() / "00000009.kv")
+    assert read(open_store(tmp_path), 1) == [payload(1)]
 
 
 def test_a_write_that_was_cut_off_at_any_byte_leaves_what_was_whole(tmp_path: Path) -> None:
