@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from quire.common.failures import log_failure
 from quire.core.plan import Record, StepPlan
 from quire.core.tiers import TIERS, StoredKey, TierNews, TierOrder
+from quire.errors import QuireError
 from quire.tiers.disk import DiskStore
 
 logger = logging.getLogger(__name__)
@@ -403,7 +404,7 @@ class StoredBlocks:
 
     def _give_up(self, error: Exception) -> None:
         """Store nothing from now on; what is in the host's memory stays."""
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | QuireError):
             logger.error("the KV cache on disk is not used any more: %s", error)
         else:
             log_failure(logger, "the KV cache on disk is not used any more", error)

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,41 @@ def test_what_belongs_to_others_is_not_found(
     other = make_engine(kv_cache_dir=str(tmp_path), block_size=8, **options)
     assert answers(other, **given) == alone
     assert stats_of(other).num_restored_blocks == 0
+
+
+def test_weights_that_are_replaced_while_they_are_loaded_are_not_stored_for(
+    make_engine: MakeEngine,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, folder = tmp_path / "config.json", tmp_path / "cache"
+    shutil.copy(tiny_config, model)
+    expected = answers(make_engine(model=model, block_size=8))
+    digest = assembly._weights_digest
+
+    def replaced(files: Any, to: Path) -> list[str]:
+        os.utime(model, (0, 0))
+        return digest(files, to)
+
+    monkeypatch.setattr(assembly, "_weights_digest", replaced)
+    engine = make_engine(model=model, kv_cache_dir=str(folder), block_size=8)
+    for _ in range(2):
+        assert answers(engine) == expected
+    engine.close()
+    assert stats_of(engine).is_off and not list(folder.rglob("*.kv"))
+    assert "has been written to since it was read" in caplog.text
+
+
+def test_what_other_code_computed_is_not_found(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = stored(make_engine, tmp_path)
+    monkeypatch.setattr(assembly, "source_digest", lambda folder: "edited")
+    second = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    assert answers(second) == expected
+    assert stats_of(second).num_restored_blocks == 0
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

@@ -223,6 +223,7 @@ def _build_worker(
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
     adapters = _adapter_table(plan, selection.kernels)
+    states = planned.files.states(plan.config.tokenizer)
     exchange = None if group is None else group.exchange
     model, pooler, images, experts = load_model(planned, selection.kernels, adapters, exchange)
     limits = plan.limits
@@ -232,20 +233,16 @@ def _build_worker(
 
         model, memory = lead(model, memory, group)
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
-    states = {
-        name: each
-        for name, each in planned.files.states(plan.config.tokenizer).items()
-        if name.endswith(".json")
-    }
+    small = {name: each for name, each in states.items() if name.endswith(".json")}
     matchers = RowMatchers(
-        GrammarTable(partial(read_vocabulary, planned._replace(head_start=None), states))
+        GrammarTable(partial(read_vocabulary, planned._replace(head_start=None), small))
     )
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
     drafts = load_drafts(planned, selection.kernels, sampler, rows)
-    stored = stored_blocks(planned, memory)
+    stored = stored_blocks(planned, memory, states)
     halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, stored)
     companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions)

@@ -71,8 +71,13 @@ def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
     states = [
         (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in weight_files(files)
     ]
-    code = [each.read_text() for each in sorted(Path(quire.quant.__path__[0]).glob("*.py"))]
-    return CacheName(label, _digest([*_forms(plan), dict(files.config), states, _digest(code)]))
+    code = source_digest(Path(quire.quant.__path__[0]))
+    return CacheName(label, _digest([*_forms(plan), dict(files.config), states, code]))
+
+
+def source_digest(folder: Path) -> str:
+    """Return a digest of all Python sources in a folder: versions do not tell builds apart."""
+    return _digest([each.read_text("utf-8") for each in sorted(folder.rglob("*.py"))])
 
 
 def _forms(plan: EnginePlan) -> list[Any]:

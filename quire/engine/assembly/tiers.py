@@ -4,8 +4,9 @@ kept in, and both halves of the feature.
 A stored block is used by whatever computes the same bits. So its identity covers everything that
 decides them besides the tokens: the weights by all of their bytes (a digest of which is remembered
 for files that have not changed), the model's declaration, the kernels and what the processor makes
-of them, and the form of a block. What a request adds (adapter, images, tenant's salt) is in the
-digests of its blocks. Digests are keyed by a secret that lies in the folder.
+of them, all sources of this package, and the form of a block. What a request adds (adapter, images,
+tenant's salt) is in the digests of its blocks. Digests are keyed by a secret that lies in the
+folder.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.common.file_states import States, check_unchanged
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
 from quire.core.step_cost import StepCostModel
-from quire.engine.assembly.fingerprint import numerics, weight_files
+from quire.engine.assembly.fingerprint import numerics, source_digest, weight_files
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.plan.planning import EnginePlan
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).parents[2]
 _SECRET, _DIGESTS = "secret", "weights.json"
 _SECRET_BYTES = 32
 _MAX_DIGESTS_BYTES = 1 << 20
@@ -62,8 +65,9 @@ def prerequisite_of(
     return partial(StoredPrefixes, RestoreCosts(costs, block_s, max_blocks), TierStats())
 
 
-def stored_blocks(planned: PlannedModel, memory: KVMemory) -> StoredBlocks | None:
-    """Make the worker's half, which begins to look for what is stored."""
+def stored_blocks(planned: PlannedModel, memory: KVMemory, states: States) -> StoredBlocks | None:
+    """Make the worker's half, which begins to look for what is stored. `states` are those that the
+    model's files had before they were loaded."""
     from quire.tiers.companion import StoredBlocks
 
     tiers = planned.plan.tiers
@@ -71,7 +75,7 @@ def stored_blocks(planned: PlannedModel, memory: KVMemory) -> StoredBlocks | Non
         return None
     if tiers.folder is None:
         return StoredBlocks(memory, None, tiers.host_bytes)
-    return StoredBlocks(memory, partial(_open, planned), tiers.host_bytes)
+    return StoredBlocks(memory, partial(_open, planned, states), tiers.host_bytes)
 
 
 def digest_key(plan: EnginePlan) -> bytes:
@@ -117,9 +121,9 @@ def _secret(folder: Path) -> bytes:
     return secret
 
 
-def _open(planned: PlannedModel) -> DiskStore:
+def _open(planned: PlannedModel, states: States) -> DiskStore:
     """Open the store of a model. Reads all of its weights where they are not known. Raises
-    OSError."""
+    OSError, and CheckpointError where they are no longer those that were loaded."""
     from quire.tiers.disk import DiskStore
     from quire.tiers.segments import CacheIdentity
 
@@ -127,6 +131,7 @@ def _open(planned: PlannedModel) -> DiskStore:
     assert plan.tiers is not None and plan.tiers.folder is not None
     folder = Path(plan.tiers.folder).expanduser()
     decisive = json.dumps(_decisive(plan, planned.files, folder), sort_keys=True, default=str)
+    check_unchanged(states)
     digest = hashlib.blake2b(decisive.encode(), digest_size=32).digest()
     identity = CacheIdentity(digest, plan.limits.block_size, plan.tiers.payload_bytes)
     return DiskStore(folder, identity, plan.tiers.disk_bytes)
@@ -144,6 +149,7 @@ def _decisive(plan: EnginePlan, files: ModelFiles, folder: Path) -> list[Any]:
         *numerics(plan, files),
         hashlib.blake2b(_secret(folder)).hexdigest(),
         torch.__version__,
+        source_digest(_PACKAGE),
         _native_digest(),
         _weights_digest(files, folder),
         plan.limits.max_model_len if is_scaled else None,
