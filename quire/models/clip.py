@@ -8,7 +8,6 @@ from quire.models.declaration import (
     AttentionSpec,
     BlockSpec,
     LinearSpec,
-    MlpSpec,
     RowsSpec,
     Sublayer,
     TensorSpec,
@@ -17,6 +16,7 @@ from quire.models.declaration import (
     sequential,
 )
 from quire.models.dimensions import ACTIVATIONS
+from quire.models.parts import plain_mlp
 from quire.program.operations import Activation
 
 VISION_ACTIVATIONS: dict[str, Activation] = {**ACTIVATIONS, "quick_gelu": "gelu_sigmoid"}
@@ -81,12 +81,7 @@ def encoder_block(
     heads = AttentionSpec(
         query, key, value, output, head_dim, head_dim**-0.5, rope=None, is_causal=False
     )
-    mlp = MlpSpec(
-        None,
-        linear(f"{at}.mlp.fc1", hidden, ffn, has_bias=True),
-        linear(f"{at}.mlp.fc2", ffn, hidden, has_bias=True),
-        activation,
-    )
+    mlp = plain_mlp((f"{at}.mlp.fc1", f"{at}.mlp.fc2"), (hidden, ffn, hidden), activation)
     return sequential(
         Sublayer(layer_norm(f"{at}.layer_norm1", hidden, eps), heads),
         Sublayer(layer_norm(f"{at}.layer_norm2", hidden, eps), mlp),

@@ -10,15 +10,14 @@ from quire.models.clip import declare_clip
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import (
     DecoderSpec,
-    MlpSpec,
     RowsSpec,
     TensorSpec,
     VisionSpec,
-    linear,
 )
 from quire.models.dimensions import ACTIVATIONS, read_dtype
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
+from quire.models.parts import plain_mlp
 from quire.models.qwen2 import declare_qwen2
 from quire.models.siglip import declare_siglip
 
@@ -96,11 +95,11 @@ def declare_llava(config: ConfigReader) -> DecoderSpec:
     rows = declare_tower(tower, "vision_tower", layer)
     at, hidden, text = "multi_modal_projector", rows.hidden_size, decoder.hidden_size
     has_bias = config.flag("multimodal_projector_bias", True)
-    projector = MlpSpec(
-        None,
-        linear(f"{at}.linear_1", hidden, text, has_bias=has_bias),
-        linear(f"{at}.linear_2", text, text, has_bias=has_bias),
+    projector = plain_mlp(
+        (f"{at}.linear_1", f"{at}.linear_2"),
+        (hidden, text, text),
         config.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
+        has_bias=has_bias,
     )
     config.ignore("ignore_index", "image_seq_length", "vocab_size", "image_grid_pinpoints")
     placeholder = config.integer("image_token_index", 32000, minimum=0)

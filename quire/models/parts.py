@@ -65,6 +65,25 @@ def gated_mlp(
     )
 
 
+def plain_mlp(
+    names: tuple[str, str],
+    widths: tuple[int, int, int],
+    activation: Activation,
+    *,
+    has_bias: bool = True,
+) -> MlpSpec:
+    """`second(activation(first(x)))`: two layers by their names, and the widths of x, between them
+    and behind them."""
+    first, second = names
+    inputs, ffn, outputs = widths
+    return MlpSpec(
+        None,
+        linear(first, inputs, ffn, has_bias=has_bias),
+        linear(second, ffn, outputs, has_bias=has_bias),
+        activation,
+    )
+
+
 def pre_norm_block(at: str, norm: Norm, attention: Mixer, mlp: Mixer) -> BlockSpec:
     """Return a norm before each of two sublayers, and none behind them."""
     return sequential(

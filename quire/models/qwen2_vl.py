@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from quire.models.clip import VISION_ACTIVATIONS
 from quire.models.config_reader import ConfigReader
@@ -27,8 +28,10 @@ from quire.models.declaration import (
 )
 from quire.models.dimensions import read_dtype
 from quire.models.fused import fused
+from quire.models.parts import plain_mlp
 from quire.models.qwen2 import declare_qwen2
 from quire.models.rope import RopeSpec
+from quire.program.operations import Activation
 
 TOWER = "visual"
 _EPS = 1e-6
@@ -68,19 +71,7 @@ def declare_qwen2_vl(config: ConfigReader) -> DecoderSpec:
     size = TowerSize.read(tower, hidden)
     ffn = int(hidden * tower.number("mlp_ratio", 4.0))
     activation = tower.choice("hidden_act", VISION_ACTIVATIONS, "quick_gelu")
-
-    def block(at: str) -> BlockSpec:
-        mlp = MlpSpec(
-            None,
-            linear(f"{at}.mlp.fc1", hidden, ffn, has_bias=True),
-            linear(f"{at}.mlp.fc2", ffn, hidden, has_bias=True),
-            activation,
-        )
-        return sequential(
-            Sublayer(layer_norm(f"{at}.norm1", hidden, _EPS), size.attention(at)),
-            Sublayer(layer_norm(f"{at}.norm2", hidden, _EPS), mlp),
-        )
-
+    block = partial(size.plain_block, names=("fc1", "fc2"), ffn=ffn, activation=activation)
     norm = layer_norm(f"{TOWER}.merger.ln_q", hidden, _EPS)
     return with_tower(config, decoder, size.vision(config, block, norm, decoder.hidden_size))
 
@@ -164,6 +155,19 @@ class TowerSize:
             query, key, value, output, head_dim, head_dim**-0.5, rope, is_causal=False
         )
 
+    def plain_block(
+        self, at: str, *, names: tuple[str, str], ffn: int, activation: Activation
+    ) -> BlockSpec:
+        """Return a block of layer norms before attention and an MLP, whose layers have these
+        names."""
+        first, second = names
+        widths = (self.hidden, ffn, self.hidden)
+        mlp = plain_mlp((f"{at}.mlp.{first}", f"{at}.mlp.{second}"), widths, activation)
+        return sequential(
+            Sublayer(layer_norm(f"{at}.norm1", self.hidden, _EPS), self.attention(at)),
+            Sublayer(layer_norm(f"{at}.norm2", self.hidden, _EPS), mlp),
+        )
+
     def vision(
         self,
         config: ConfigReader,
@@ -201,13 +205,8 @@ class TowerSize:
     def merger(self, at: str, names: tuple[str, str], text: int) -> MlpSpec:
         """Return the layers that make a row of the width `text` of the patches of a place."""
         merged = self.hidden * self.merge**2
-        first, second = (f"{at}.{name}" for name in names)
-        return MlpSpec(
-            None,
-            linear(first, merged, merged, has_bias=True),
-            linear(second, merged, text, has_bias=True),
-            "gelu",
-        )
+        first, second = names
+        return plain_mlp((f"{at}.{first}", f"{at}.{second}"), (merged, merged, text), "gelu")
 
 
 def read_decoder(

@@ -6,25 +6,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from quire.models.clip import VISION_ACTIVATIONS
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import (
-    BlockSpec,
     DecoderSpec,
-    MlpSpec,
     RowsSpec,
-    Sublayer,
     TensorSpec,
     layer_norm,
-    linear,
-    sequential,
 )
 from quire.models.qwen2_vl import TOWER, TowerSize, read_decoder, with_tower
 from quire.models.qwen3 import declare_qwen3
 
 _EPS = 1e-6
-_MERGER = ("linear_fc1", "linear_fc2")
+_LAYERS = ("linear_fc1", "linear_fc2")
+"""Of every MLP of the tower."""
 _VISION: Mapping[str, object] = {
     "depth": 27,
     "hidden_size": 1152,
@@ -50,25 +47,13 @@ def declare_qwen3_vl(config: ConfigReader) -> DecoderSpec:
     size = TowerSize.read(tower, hidden)
     ffn = tower.integer("intermediate_size")
     activation = tower.choice("hidden_act", VISION_ACTIVATIONS, "gelu_pytorch_tanh")
-
-    def block(at: str) -> BlockSpec:
-        mlp = MlpSpec(
-            None,
-            linear(f"{at}.mlp.linear_fc1", hidden, ffn, has_bias=True),
-            linear(f"{at}.mlp.linear_fc2", ffn, hidden, has_bias=True),
-            activation,
-        )
-        return sequential(
-            Sublayer(layer_norm(f"{at}.norm1", hidden, _EPS), size.attention(at)),
-            Sublayer(layer_norm(f"{at}.norm2", hidden, _EPS), mlp),
-        )
-
+    block = partial(size.plain_block, names=_LAYERS, ffn=ffn, activation=activation)
     vision = size.vision(
         config,
         block,
         layer_norm(f"{TOWER}.merger.norm", hidden, _EPS),
         text,
-        merger=_MERGER,
+        merger=_LAYERS,
         bias=TensorSpec(f"{TOWER}.patch_embed.proj.bias", (hidden,)),
     )
     early = _early(tower, size, decoder)
@@ -95,6 +80,6 @@ def _early(
     for number, block in enumerate(blocks):
         at, width = f"{TOWER}.deepstack_merger_list.{number}", size.hidden * size.merge**2
         norm = layer_norm(f"{at}.norm", width, _EPS)
-        layers = size.merger(at, _MERGER, decoder.hidden_size)
+        layers = size.merger(at, _LAYERS, decoder.hidden_size)
         merged.append((block, RowsSpec(width=width, norm=norm, exit=layers)))
     return tuple(merged)
