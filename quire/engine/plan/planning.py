@@ -176,11 +176,8 @@ class _Resolver:
         self._note_pooling()
         block_size, max_num_seqs = self._block_size(), self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
-        num_cores, reason = ranks.cores_of_each(self.machine, config.tensor_parallel_size)
-        num_threads = self._given("num_threads", config.num_threads, num_cores, reason)
-        if self.formats.has_integers:
-            form = config.quantize_to or "as the checkpoint"
-            self._note("quantization", form, self.formats.summary)
+        num_threads = self._num_threads()
+        self._note_quantization()
         num_cores = num_threads * config.tensor_parallel_size
         computing = replace(self.machine, num_cores=num_cores, gpu=self.gpu)
         experts = self._experts(dtype, num_threads)
@@ -204,12 +201,9 @@ class _Resolver:
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         self._note_groups(layout, limits, block_bytes)
-        tiers = plan_tiers(config, spec, len(layout.windows) * block_bytes, self.gpu is None)
-        if tiers is not None:
-            self._note("kv_tiers", tiers.sizes, tiers.reason)
-        draft = speculation.plan_draft(config, self.draft, layout, limits, (dtype, kv_format))
+        tiers = self._tiers(len(layout.windows) * block_bytes)
+        draft = self._draft(layout, limits, dtype, kv_format)
         if draft is not None:
-            self._note("draft_model", draft.spec.architecture, draft.reason)
             block_bytes += draft.block_bytes
         kept = (each for each in (adapters, images, draft, tiers) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
@@ -248,6 +242,25 @@ class _Resolver:
             tiers=tiers,
             decisions=tuple(self.decisions),
         )
+
+    def _num_threads(self) -> int:
+        """Of one rank."""
+        num_cores, reason = ranks.cores_of_each(self.machine, self.config.tensor_parallel_size)
+        return self._given("num_threads", self.config.num_threads, num_cores, reason)
+
+    def _tiers(self, place_bytes: int) -> TierPlan | None:
+        tiers = plan_tiers(self.config, self.spec, place_bytes, self.gpu is None)
+        if tiers is not None:
+            self._note("kv_tiers", tiers.sizes, tiers.reason)
+        return tiers
+
+    def _draft(
+        self, layout: KVLayout, limits: SchedulerLimits, dtype: str, kv_format: str
+    ) -> DraftPlan | None:
+        draft = speculation.plan_draft(self.config, self.draft, layout, limits, (dtype, kv_format))
+        if draft is not None:
+            self._note("draft_model", draft.spec.architecture, draft.reason)
+        return draft
 
     def _begin(self) -> None:
         """Check what needs no numbers, and note what the rest depends on."""
@@ -365,6 +378,11 @@ class _Resolver:
             )
         self._note("adapters", format_bytes(adapters.num_bytes), adapters.reason)
         return adapters
+
+    def _note_quantization(self) -> None:
+        if self.formats.has_integers:
+            form = self.config.quantize_to or "as the checkpoint"
+            self._note("quantization", form, self.formats.summary)
 
     def _experts(self, dtype: str, num_threads: int) -> ExpertPlan | None:
         experts = plan_experts(self.config, self.spec, self.formats, dtype, num_threads)
