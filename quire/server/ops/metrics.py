@@ -388,6 +388,19 @@ class _Live(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return everything as of now."""
         status = self._client.status()
+        yield from self._requests(status)
+        yield from self._blocks(status)
+        yield from self._stored_kv(status)
+        yield from self._steps(status)
+        yield self._cache_config()
+        yield from self._speculation(status)
+        yield from self._experts(status)
+        yield from self._rejections()
+        yield from self._by_tenant()
+
+    def _requests(self, status: EngineStatus) -> Iterator[Metric]:
+        """Who is served, who waits, and whether anyone can be."""
+        admission = self._admission
         yield from (
             self._gauge(
                 "num_requests_running", "Sequences that are computed now.", status.num_running
@@ -396,26 +409,24 @@ class _Live(Collector):
             self._gauge(
                 "num_tokens_waiting",
                 "Prompt tokens of the requests that wait: what to scale on.",
-                self._admission.queue()[1],
+                admission.queue()[1],
             ),
             self._gauge(
-                "num_requests_in_flight",
-                "Requests that have not ended.",
-                self._admission.num_in_flight,
-            ),
-            self._gauge(
-                "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", status.kv_usage
+                "num_requests_in_flight", "Requests that have not ended.", admission.num_in_flight
             ),
             self._gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks()),
             self._gauge("engine_ready", "1 where new requests are served.", float(status.is_ready)),
-            self._gauge(
-                "last_step_age_seconds",
-                "Age of the last step while there is work.",
-                status.last_step_age_s or 0.0,
-            ),
             self._counter("num_preemptions", "Preemptions.", status.num_preemptions),
             self._counter("engine_restarts", "Engine processes replaced.", status.num_restarts),
-            self._counter("engine_steps", "Steps of the engine that runs now.", status.num_steps),
+            self._waiting_by_reason(status),
+        )
+
+    def _blocks(self, status: EngineStatus) -> Iterator[Metric]:
+        """What becomes of KV blocks."""
+        yield from (
+            self._gauge(
+                "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", status.kv_usage
+            ),
             self._counter(
                 "kv_blocks_evicted",
                 "Cached blocks that were given to others.",
@@ -429,8 +440,17 @@ class _Live(Collector):
                 "Blocks that were merged with identical ones.",
                 status.num_merges,
             ),
-            *self._stored_kv(status),
-            self._waiting_by_reason(status),
+        )
+
+    def _steps(self, status: EngineStatus) -> Iterator[Metric]:
+        """How many steps there were, how large, and how long beside what was predicted."""
+        yield from (
+            self._counter("engine_steps", "Steps of the engine that runs now.", status.num_steps),
+            self._gauge(
+                "last_step_age_seconds",
+                "Age of the last step while there is work.",
+                status.last_step_age_s or 0.0,
+            ),
             self._step_sizes(status),
             self._step_durations(status),
             self._gauge(
@@ -446,16 +466,14 @@ class _Live(Collector):
                 "Amounts by which these were off.",
                 status.misjudged_step_s,
             ),
-            self._cache_config(),
-            *self._speculation(status),
-            *self._experts(status),
         )
+
+    def _rejections(self) -> Iterator[Metric]:
         name = f"{self._prefix}:admission_rejections"
         rejections = CounterMetricFamily(name, "Requests refused, by reason.", labels=("reason",))
         for reason, count in self._admission.num_rejections.items():
             rejections.add_metric((reason,), count)
         yield rejections
-        yield from self._by_tenant()
 
     def _speculation(self, status: EngineStatus) -> Iterator[Metric]:
         """What speculation came to, by vLLM's names."""
