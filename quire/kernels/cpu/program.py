@@ -269,15 +269,8 @@ class _Writer:
                 return self._preparation(operation)
             case ops.HeadLinear() | ops.RotateTails() | ops.WriteLatent():
                 return self._latent_fields(operation)
-            case ops.Attend(
-                heads=heads, cache=cache, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks
-            ):
-                fields = {
-                    "heads": heads.sizes, "cache": cache, "scale": scale,
-                    "soft_cap": soft_cap or 0.0, "window": window or 0,
-                    "value_size": operation.value_size or 0,
-                }  # fmt: skip
-                return fields if sinks is None else fields | {"sinks": self._sinks(sinks, heads)}
+            case ops.Attend():
+                return self._attention_fields(operation)
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
                 fields = {"heads": heads.sizes, "scale": scale, "window": window or 0}
                 if bias is None:
@@ -311,6 +304,15 @@ class _Writer:
         if operation.cache is not None:
             fields["cache"] = operation.cache
         return fields
+
+    def _attention_fields(self, operation: ops.Attend) -> dict[str, Any]:
+        heads, sinks = operation.heads, operation.sinks
+        fields = {
+            "heads": heads.sizes, "cache": operation.cache, "scale": operation.scale,
+            "soft_cap": operation.soft_cap or 0.0, "window": operation.window or 0,
+            "value_size": operation.value_size or 0,
+        }  # fmt: skip
+        return fields if sinks is None else fields | {"sinks": self._sinks(sinks, heads)}
 
     def _latent_fields(
         self, operation: ops.HeadLinear | ops.RotateTails | ops.WriteLatent
