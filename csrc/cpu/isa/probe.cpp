@@ -24,21 +24,19 @@ int64_t probe_floats(int64_t rounds) {
     return rounds * PROBE_CHAINS * LANES * 2;
 }
 
-int64_t probe_integers(int64_t rounds) {
+// Products of bytes, `num_products` instructions for each four inputs.
+template <typename Multiply>
+static int64_t probe_bytes(int64_t rounds, Bits inputs, int num_products, Multiply multiply) {
     Bits sums[PROBE_CHAINS], bytes = broadcast_bits(0x01010101u);
     QUNROLL
     for (int c = 0; c < PROBE_CHAINS; ++c) sums[c] = broadcast_bits(0);
-    const Input ones[4] = {1, 1, 1, 1};
-    uint32_t words[QUAD_WORDS];
-    memcpy(words, ones, sizeof words);
-    Bits inputs = load_inputs<0>(words, 1);
     keep(bytes);
     for (int64_t i = 0; i < rounds; ++i) {
-        for (int part = 0; part < NUM_PARTS; ++part) {
+        for (int product = 0; product < num_products; ++product) {
             QUNROLL
             for (int c = 0; c < PROBE_CHAINS; ++c) {
                 keep(inputs);  // equal products would be made once
-                sums[c] = multiply_add(sums[c], bytes, inputs);
+                sums[c] = multiply(sums[c], bytes, inputs);
             }
         }
         QUNROLL
@@ -47,26 +45,22 @@ int64_t probe_integers(int64_t rounds) {
     return rounds * PROBE_CHAINS * LANES * 4 * 2;
 }
 
-#if NARROW_SUMS
-int64_t probe_half_bytes(int64_t rounds) {
-    Bits sums[PROBE_CHAINS], bytes = broadcast_bits(0x01010101u), inputs = broadcast_bits(0x01010101u);
-    QUNROLL
-    for (int c = 0; c < PROBE_CHAINS; ++c) sums[c] = broadcast_bits(0);
-    keep(bytes);
-    for (int64_t i = 0; i < rounds; ++i) {
-        QUNROLL
-        for (int c = 0; c < PROBE_CHAINS; ++c) {
-            keep(inputs);  // equal products would be made once
-            sums[c] = multiply_add_narrow(sums[c], bytes, inputs);
-        }
-        QUNROLL
-        for (int c = 0; c < PROBE_CHAINS; ++c) keep(sums[c]);
-    }
-    return rounds * PROBE_CHAINS * LANES * 4 * 2;
+int64_t probe_integers(int64_t rounds) {
+    const Input ones[4] = {1, 1, 1, 1};
+    uint32_t words[QUAD_WORDS];
+    memcpy(words, ones, sizeof words);
+    return probe_bytes(rounds, load_inputs<0>(words, 1), NUM_PARTS,
+                       [](Bits sums, Bits w, Bits x) { return multiply_add(sums, w, x); });
 }
+
+int64_t probe_half_bytes(int64_t rounds) {
+#if NARROW_SUMS
+    return probe_bytes(rounds, broadcast_bits(0x01010101u), 1,
+                       [](Bits sums, Bits w, Bits x) { return multiply_add_narrow(sums, w, x); });
 #else
-int64_t probe_half_bytes(int64_t rounds) { return probe_integers(rounds); }
+    return probe_integers(rounds);
 #endif
+}
 
 // Reads all of [data, data + num_bytes), a multiple of 64, as four streams.
 void probe_read(const void *data, int64_t num_bytes) {
