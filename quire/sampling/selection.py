@@ -25,8 +25,6 @@ def select_sampling(beside: Kernels) -> SamplingKernels:
 
         return TritonSampling()
     reasons = cpu.reasons_against(str(beside.device), torch.float32)
-    if not reasons and not hasattr(cpu._native, "sampling_penalise"):
-        reasons = ["the extension is from a build without sampling; reinstall"]
     for reason in reasons:
         logger.warning("slow reference sampling is used: %s", reason)
     if reasons:

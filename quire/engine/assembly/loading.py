@@ -213,9 +213,7 @@ def _may_be_native(plan: EnginePlan) -> bool:
     """Return whether the native kernels can be expected to serve the plan."""
     from quire.kernels import cpu
 
-    return (
-        plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and cpu.IMPORT_ERROR is None
-    )
+    return plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and not cpu.absence()
 
 
 def head_start(planned: PlannedModel) -> HeadStart | None:

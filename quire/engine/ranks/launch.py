@@ -22,11 +22,8 @@ def start_group(planned: PlannedModel) -> RankGroup:
 
     plan = planned.plan
     num_ranks = plan.config.tensor_parallel_size
-    if cpu.IMPORT_ERROR is not None:
-        raise ConfigError(
-            f"tensor_parallel_size={num_ranks} needs the native kernels, which cannot be "
-            f"loaded: {cpu.IMPORT_ERROR}; leave it out"
-        )
+    if (reason := cpu.absence()) is not None:
+        raise ConfigError(f"tensor_parallel_size={num_ranks} needs the native kernels: {reason}")
     start = start_message(plan, planned.files)
     return RankGroup(
         _COMMAND,

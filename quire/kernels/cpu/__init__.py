@@ -42,18 +42,25 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         reasons.append(f"computes in float32 and bfloat16, not in {name}")
+    if (reason := absence()) is not None:
+        reasons.append(reason)
+    return reasons
+
+
+def absence() -> str | None:
+    """Return why nothing can be computed by the extension; None where it is what is needed."""
     if IMPORT_ERROR is not None:
-        reasons.append(
+        return (
             f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall "
             "with a C++ compiler present"
         )
-    elif differences := _differences():
+    if differences := _differences():
         found = "; ".join(differences[:3])
-        reasons.append(
+        return (
             f"the native library was built from other sources ({found}); rebuild it with "
             "`pip install -e .`"
         )
-    return reasons
+    return None
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kernels import cpu, load
 
@@ -78,5 +79,8 @@ def test_an_extension_of_other_sources_is_told_apart(monkeypatch: pytest.MonkeyP
             match=r"built from other sources \(no is_finite\); rebuild it with `pip install -e .`",
         ):
             load("cpu")
+        llm = LLM("quire-storyteller", kv_cache_memory="4MiB")  # by the reference kernels
+        (answer,) = llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) == 2
     finally:
         cpu._differences.cache_clear()
