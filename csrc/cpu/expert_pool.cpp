@@ -89,7 +89,7 @@ uint64_t checksum_of(const void *data, int64_t num_bytes) {
 
 ExpertPool::ExpertPool(std::string path, int descriptor, void *memory, int64_t slot_bytes, int64_t num_slots)
     : path_(std::move(path)), descriptor_(fcntl(descriptor, F_DUPFD_CLOEXEC, 0)), memory_(static_cast<char *>(memory)),
-      slot_bytes_(slot_bytes), num_slots_(num_slots), owner_of_(num_slots, NOBODY), is_held_(num_slots, 0) {
+      slot_bytes_(slot_bytes), num_slots_(num_slots), owner_of_(num_slots, NONE), is_held_(num_slots, 0) {
     if (descriptor_ < 0) throw ExpertFileError(path_ + ": " + std::strerror(errno));
 }
 
@@ -99,7 +99,7 @@ ExpertPool::~ExpertPool() {
 
 void ExpertPool::add_layer(StoredLayer layer) {
     first_of_.push_back(static_cast<int64_t>(slot_of_.size()));
-    slot_of_.resize(slot_of_.size() + layer.num_experts, NOBODY);
+    slot_of_.resize(slot_of_.size() + layer.num_experts, NONE);
     uses_.resize(slot_of_.size(), 0.0);
     used_in_.resize(slot_of_.size(), 0);
     layer_of_.resize(slot_of_.size(), num_layers());
@@ -128,7 +128,7 @@ void ExpertPool::note_use(int64_t layer, const std::vector<int64_t> &experts) {
     for (const int64_t expert : experts) {
         uses_[number_of(layer, expert)] += use_;
         used_in_[number_of(layer, expert)] = step_;
-        num_hits += slot_of_[number_of(layer, expert)] != NOBODY;
+        num_hits += slot_of_[number_of(layer, expert)] != NONE;
     }
     if (use_ > MOST_USE) {
         for (double &uses : uses_) uses /= use_;
@@ -144,8 +144,8 @@ std::vector<size_t> ExpertPool::bring(int64_t layer, const std::vector<int64_t> 
     std::fill(is_held_.begin(), is_held_.end(), 0);
     for (size_t i = 0; i < experts.size(); ++i) {
         const int64_t slot = slot_of_[number_of(layer, experts[i])];
-        (slot == NOBODY ? missing : places).push_back(i);
-        if (slot != NOBODY) is_held_[slot] = 1;
+        (slot == NONE ? missing : places).push_back(i);
+        if (slot != NONE) is_held_[slot] = 1;
     }
     const int64_t room = num_slots_ - static_cast<int64_t>(places.size());
     missing.resize(std::min(missing.size(), static_cast<size_t>(min64(room, max64(1, num_slots_ / FEWEST_ROUNDS)))));
@@ -186,15 +186,15 @@ std::vector<int64_t> ExpertPool::free_slots(int64_t layer, int64_t count) {
     }
     const auto worth = [&](int64_t slot) {
         const int64_t owner = owner_of_[slot];
-        if (owner == NOBODY) return std::make_pair(-1.0, int64_t{0});
+        if (owner == NONE) return std::make_pair(-1.0, int64_t{0});
         const int64_t layers_until = (layer_of_[owner] - layer - 1 + num_layers()) % num_layers();
         return std::make_pair(uses_[owner] - (used_in_[owner] == step_ ? use_ : 0.0), -layers_until);
     };
     std::partial_sort(slots.begin(), slots.begin() + count, slots.end(), [&](int64_t a, int64_t b) { return worth(a) < worth(b); });
     slots.resize(count);
     for (const int64_t slot : slots) {
-        if (owner_of_[slot] != NOBODY) slot_of_[owner_of_[slot]] = NOBODY;
-        owner_of_[slot] = NOBODY;
+        if (owner_of_[slot] != NONE) slot_of_[owner_of_[slot]] = NONE;
+        owner_of_[slot] = NONE;
     }
     return slots;
 }

@@ -69,7 +69,7 @@ class ExpertPool {
     PoolCounts counts() const;
 
    private:
-    static constexpr int64_t NOBODY = -1;
+    static constexpr int64_t NONE = -1;
     struct Read {
         int64_t slot, layer, expert;
     };
@@ -87,11 +87,11 @@ class ExpertPool {
     const int64_t slot_bytes_, num_slots_;
     std::vector<StoredLayer> layers_;
     std::vector<int64_t> first_of_;   // of each layer: the number of its first expert
-    std::vector<int64_t> slot_of_;    // of each expert of the file: where it is, or NOBODY
+    std::vector<int64_t> slot_of_;    // of each expert of the file: where it is, or NONE
     std::vector<double> uses_;        // of each expert: how often it was needed, older times counting less
     std::vector<int64_t> used_in_;    // of each expert: the last step that needed it
     std::vector<int64_t> layer_of_;   // of each expert
-    std::vector<int64_t> owner_of_;   // of each slot: whose it is, or NOBODY
+    std::vector<int64_t> owner_of_;   // of each slot: whose it is, or NONE
     std::vector<char> is_held_;       // of each slot: whether the step reads it
     int64_t step_ = 0;
     double use_ = 1.0;                // what a use now counts

@@ -2,7 +2,7 @@
 //
 // Each rank computes some of the columns (or rows) of a value and writes them where all can read them; behind one barrier
 // each has the whole. Nothing is added up, so what is exchanged are the very bits that one process would have. Two buffers
-// take turns: a rank that is a barrier ahead writes to the one that nobody reads any more.
+// take turns: a rank that is a barrier ahead writes to the one that is no longer read.
 //
 // Every wait is bounded. A rank says that it lives by a count that a thread of its own advances; a wait for a rank whose
 // count stands still for `silence_s`, or that is known to have died, throws std::runtime_error, and the group is over:

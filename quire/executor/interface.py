@@ -14,7 +14,7 @@ Launched = Callable[[], StepResult]
 
 class StepLostError(EngineError):
     """What the executor held is lost, and so is the step; the executor has what it needs to go on.
-    Nobody's fault: everything may be computed again."""
+    No request caused it: everything may be computed again."""
 
 
 class Executor(Protocol):

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future
 
 MAX_LOOKUPS = 16
-"""At a time, those included that nobody waits for any more."""
+"""At a time, abandoned ones included."""
 _FREE = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 

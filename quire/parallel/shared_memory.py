@@ -59,7 +59,7 @@ class SharedMemory:
         return Exchange(native, rank, num_ranks, self)
 
     def write(self, command: RankCommand) -> None:
-        """Put a command down. Nobody may be reading the one before."""
+        """Put a command down. The one before must be done."""
         header = [command.kind, len(command.numbers), *command.numbers, len(command.tensors)]
         for tensor in command.tensors:
             shape = [] if tensor is None else list(tensor.shape)

@@ -184,7 +184,7 @@ class DiskStore:
         return gone
 
     def _remove_others(self, num_bytes: int) -> int:
-        """Remove segments of other identities that nobody writes; return their bytes."""
+        """Remove segments of other identities that have no writer; return their bytes."""
         removed = 0
         for folder in sorted(_folders_in(self._root), key=_last_used):
             if folder == self._folder or removed >= num_bytes:

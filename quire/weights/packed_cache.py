@@ -293,7 +293,7 @@ def temporary_of(path: Path) -> tuple[int, str]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what `temporary_of` created and nobody writes any more."""
+    """Remove what `temporary_of` created and no process writes any more."""
     for each in path.parent.glob(f"{glob.escape(path.stem)}*"):
         if each.suffix == path.suffix:
             continue
