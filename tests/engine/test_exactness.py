@@ -368,8 +368,10 @@ def _replayed(make: MakeEngine) -> Answers:
     engine = make(max_num_batched_tokens=20, overlap="on")
     graphs = replay_steps(engine)
     answers = _answers(engine)
-    wanted = {4, 8} if engine.images is None else {1}  # steps with images are not recorded
-    assert {shape.num_tokens for shape in graphs.shapes} >= wanted
+    # Steps with images are not recorded. Which sizes the others have depends on when grammars are
+    # ready.
+    sizes = {shape.num_tokens for shape in graphs.shapes}
+    assert len(sizes) >= 3 and max(sizes) >= 4 if engine.images is None else 1 in sizes
     return answers
 
 
