@@ -146,9 +146,9 @@ def test_a_block_tells_what_it_holds_by_pointer_and_by_keyboard(
     found = opened.wait(
         "(async () => { const map = document.getElementById('block-map'); for (let i = 0; i "
         "< 400; i++) {"
-        " map.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}));"
         " const t = document.getElementById('detail-head').textContent;"
-        " if (t.includes('3 references')) return t; } return ''; })()"
+        " if (t.includes('3 references')) return t;"
+        " map.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'})); } return ''; })()"
     )
     assert "16 of 16 slots filled" in found
     opened.wait(
