@@ -71,11 +71,16 @@ Call = tuple[str, str]
 
 
 class Calls:
-    """The calls into the package while it is on, each with those on the stack that are as new."""
+    """The calls into the package while it is on, each with those on the stack that are as new.
+
+    The engine's second token waits until `has_begun` is set: the answer's head and what is there by
+    then leave on another path than the tokens that follow.
+    """
 
     def __init__(self) -> None:
         self.stacks: list[tuple[Call, ...]] = []
         self.is_on = False
+        self.has_begun = threading.Event()
         self._new: set[int] = set()
         """The frames that began since; they are held, so that none has the id of another."""
         self._held: list[FrameType] = []
@@ -92,6 +97,8 @@ class Calls:
                 stack.append((each.f_code.co_filename, each.f_code.co_qualname))
             each = each.f_back
         self.stacks.append(tuple(stack[::-1]))
+        if stack[0][1] == WAY_OUT[0] and len(self.places(WAY_OUT[0])) == 2:
+            assert self.has_begun.wait(60), "no token was sent"
 
     def stop(self) -> None:
         """Keep the stacks, and let go of the frames with all that is in them."""
@@ -172,9 +179,13 @@ def calls() -> Calls:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
     with _served(calls) as url:
         calls.is_on = True
-        answer = httpx.post(url, json={**body, "temperature": 0}, timeout=60)
+        with httpx.stream("POST", url, json={**body, "temperature": 0}, timeout=60) as answer:
+            text = ""
+            for piece in answer.iter_text():
+                text += piece
+                calls.has_begun.set()
         calls.stop()
-    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"), answer.text
+    assert answer.status_code == 200 and text.endswith("data: [DONE]\n\n"), text
     return calls
 
 
