@@ -47,6 +47,7 @@ COMMANDS = {
     "plan": Command("quire.cli.plan", "what memory and limits the engine would choose, and why"),
     "quantize": Command("quire.cli.quantize", "write a model's weights as 8 or 4 bit integers"),
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),
+    "completion": Command("quire.cli.completion", "a script by which a shell completes commands"),
     "bench throughput": Command(
         "quire.cli.bench.throughput", "many requests at once: tokens per second"
     ),
