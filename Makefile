@@ -70,7 +70,7 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.python $(NATIVE)
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet -e '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime

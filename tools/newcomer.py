@@ -164,7 +164,7 @@ def main() -> None:
         log.environment["PATH"] = f"{folder / 'venv' / 'bin'}:{log.environment['PATH']}"
         log.environment["PYTHON"] = "python"
         log.run("sh tools/install-torch.sh")
-        log.run("pip install -q .")
+        log.run("pip install -q '.[serve]'")
         ask(log, folder)
         if args.make:
             del log.environment["PYTHON"]

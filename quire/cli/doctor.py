@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 Status = Literal["ok", "warning", "failure"]
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
-OPTIONAL = {"transformers": "for benchmarks against it", "triton": "for GPU kernels"}
+OPTIONAL = {
+    "starlette": "for quire serve and quire route: pip install 'quire[serve]'",
+    "pillow": "for images: pip install 'quire[images]'",
+    "triton": "for GPU kernels: pip install 'quire[gpu]'",
+    "transformers": "for benchmarks against it",
+}
 _ISA_FLAGS = (
     "avx2",
     "fma",

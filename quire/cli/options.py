@@ -74,16 +74,23 @@ SAMPLING_OPTIONS = (
 
 
 def add_engine_options(
-    parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = (), is_model_needed: bool = True
+    parser: argparse.ArgumentParser,
+    *,
+    exclude: tuple[str, ...] = (),
+    is_model_needed: bool = True,
+    default_model: str | None = None,
 ) -> None:
     """MODEL and one option per field of `EngineConfig`,
     except those that a command uses in another sense."""
-    parser.usage = f"{parser.prog} [OPTIONS] MODEL"
+    is_optional = default_model is not None or not is_model_needed
+    parser.usage = f"{parser.prog} [OPTIONS] {'[MODEL]' if default_model else 'MODEL'}"
+    default = f" (default: {default_model})" if default_model else ""
     parser.add_argument(
         "model",
         metavar="MODEL",
-        nargs=None if is_model_needed else "?",
-        help=_field("model").metadata["help"],
+        nargs="?" if is_optional else None,
+        default=default_model,
+        help=_field("model").metadata["help"] + default,
     )
     group = parser.add_argument_group("engine options")
     chosen = [

@@ -10,8 +10,8 @@ from typing import Any
 
 from quire.cli.options import add_field_options
 from quire.cli.serve import API_KEYS_VARIABLE
+from quire.common.extras import needs_extra
 from quire.config.route import RouteConfig
-from quire.errors import ConfigError
 
 BACKEND_KEY_VARIABLE = "QUIRE_BACKEND_API_KEY"
 
@@ -42,14 +42,8 @@ def run(args: argparse.Namespace) -> int:
     }
     given.setdefault("backend_api_key", os.environ.get(BACKEND_KEY_VARIABLE))
     config = RouteConfig(**given)
-    try:
+    with needs_extra("quire route", "serve"):
         from quire.router.lifecycle import RouteSettings, run_router
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("quire"):
-            raise
-        raise ConfigError(
-            f"quire route needs the package {error.name}, which is not installed: pip install quire"
-        ) from error
     from quire.common.json_logs import say_as_json, use_json_logs
 
     if config.json_logs:

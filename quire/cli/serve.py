@@ -9,15 +9,16 @@ import sys
 from typing import Any, TypeVar
 
 from quire.cli.options import add_engine_options, add_field_options, engine_config
+from quire.common.extras import needs_extra
 from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
-from quire.errors import ConfigError
 
 API_KEYS_VARIABLE = "QUIRE_API_KEYS"
+SHIPPED_MODEL = "quire-storyteller"
 
 EXAMPLES = """\
 examples:
-  quire serve quire-storyteller
+  quire serve
   quire serve ./my-model --host 0.0.0.0 --port 8000 --api-keys-file keys.toml --max-num-seqs 64
   curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Tell me a story about a brave knight."}]}'
@@ -34,22 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_field_options(parser.add_argument_group("server options"), dataclasses.fields(ServeConfig))
     add_field_options(parser.add_argument_group("API options"), dataclasses.fields(ApiConfig))
-    add_engine_options(parser, exclude=("skip_tokenizer_init",))
+    add_engine_options(parser, exclude=("skip_tokenizer_init",), default_model=SHIPPED_MODEL)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns when the server has been told to end."""
     serve_config, api_config = _record(ServeConfig, args), _record(ApiConfig, args)
     config = engine_config(args, **engine_defaults(api_config, os.environ.get(API_KEYS_VARIABLE)))
-    try:
+    with needs_extra("quire serve", "serve"):
         from quire.engine.assembly.preparation import prepare_model
         from quire.server.lifecycle import Settings, run_server
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("quire"):
-            raise
-        raise ConfigError(
-            f"quire serve needs the package {error.name}, which is not installed: pip install quire"
-        ) from error
     from quire.common.json_logs import say_as_json, use_json_logs
 
     if api_config.json_logs:

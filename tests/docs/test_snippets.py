@@ -58,7 +58,7 @@ MENTIONED = [
         re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL),
     )
 ]
-SERVE = "quire serve quire-storyteller --port 8000"
+SERVE = "quire serve --port 8000"
 DEADLINE_S = 100.0
 # One thread, so that tests side by side do not fight; nothing is looked up on the network.
 ENVIRONMENT = {
@@ -108,7 +108,7 @@ def _check_pip(words: list[str]) -> None:
     for word in words[2:]:
         extra = re.fullmatch(r"quire\[(\w+)\]", word)
         assert (
-            word in {".", "-e"}
+            word.partition("[")[0] in {".", "-e"}
             or word.startswith("--")
             or (extra and extra[1] in project["optional-dependencies"])
         )
@@ -173,7 +173,7 @@ def test_every_python_snippet_is_whole() -> None:
 
 def test_the_blocks_are_found() -> None:
     readme = [line for page, line in COMMAND_LINES if page == "README.md"]
-    assert {"pip install .", SERVE} <= set(readme) and any(
+    assert {"pip install '.[serve]'", SERVE} <= set(readme) and any(
         line.startswith("make demo") for line in readme
     )
     assert (
