@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quire.core.plan import RowWork
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import DTYPE_BYTES
 
 
 class StepCost(NamedTuple):

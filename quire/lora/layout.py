@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from quire.errors import CheckpointError
 from quire.lora.config import MAX_RANK, AdapterConfig, read_config
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec, ExpertsSpec, LinearSpec
+from quire.models.blocks import ExpertsSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import DTYPE_BYTES, LinearSpec
 from quire.weights.checkpoint import FLOAT_DTYPES
 from quire.weights.tensor_file import StoredTensor, TensorFile
 

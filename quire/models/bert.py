@@ -10,28 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    ClassifierSpec,
-    DecoderSpec,
-    DenseSpec,
-    LinearSpec,
-    MlpSpec,
-    PositionBiasSpec,
-    Sublayer,
-    TensorSpec,
-    layer_norm,
-    linear,
-    sequential,
-)
+from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, PositionBiasSpec
 from quire.models.dimensions import (
     ACTIVATIONS,
     TOKEN_CLASSIFICATION,
     read_dtype,
     read_num_labels,
 )
+from quire.models.tensors import LinearSpec, TensorSpec, layer_norm, linear
 from quire.program.operations import Activation
 
 _HEADS = ("cls.", "lm_head.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.")

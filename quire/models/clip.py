@@ -3,20 +3,12 @@ the layer whose states they take."""
 
 from __future__ import annotations
 
+from quire.models.blocks import AttentionSpec, BlockSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    LinearSpec,
-    RowsSpec,
-    Sublayer,
-    TensorSpec,
-    layer_norm,
-    linear,
-    sequential,
-)
+from quire.models.declaration import RowsSpec
 from quire.models.dimensions import ACTIVATIONS
 from quire.models.parts import plain_mlp
+from quire.models.tensors import LinearSpec, TensorSpec, layer_norm, linear
 from quire.program.operations import Activation
 
 VISION_ACTIVATIONS: dict[str, Activation] = {**ACTIVATIONS, "quick_gelu": "gelu_sigmoid"}

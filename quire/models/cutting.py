@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.program.sharding import Ranges, within
 
 

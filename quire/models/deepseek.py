@@ -7,21 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from quire.models.blocks import BlockSpec, ExpertsSpec, LatentAttentionSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    BlockSpec,
-    DecoderSpec,
-    ExpertsSpec,
-    LatentAttentionSpec,
-    LinearSpec,
-    TensorSpec,
-    linear,
-    rms_norm,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, Dimensions
 from quire.models.experts import experts
 from quire.models.parts import decoder, gated_mlp, pre_norm_block
 from quire.models.rope import RopeSpec, read_rope
+from quire.models.tensors import LinearSpec, TensorSpec, linear, rms_norm
 from quire.program.operations import Routing
 
 LATENT_EPS = 1e-6

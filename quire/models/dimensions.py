@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import LinearSpec, TensorSpec, linear
+from quire.models.tensors import LinearSpec, TensorSpec, linear
 from quire.program.operations import Activation
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -6,15 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from quire.models.blocks import ExpertsSpec, MlpSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    ExpertsSpec,
-    LinearSpec,
-    MlpSpec,
-    StackedPlace,
-    linear,
-)
 from quire.models.dimensions import read_windows
+from quire.models.tensors import LinearSpec, StackedPlace, linear
 from quire.program.operations import Activation, Routing
 
 Scoring = Literal["softmax", "sigmoid"]

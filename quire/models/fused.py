@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 
 
 def fused(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:

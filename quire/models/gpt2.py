@@ -3,19 +3,12 @@ outputs]."""
 
 from __future__ import annotations
 
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    MlpSpec,
-    Sublayer,
-    TensorSpec,
-    layer_norm,
-    sequential,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, read_dtype, read_head
 from quire.models.fused import conv1d
+from quire.models.tensors import TensorSpec, layer_norm
 
 
 def declare_gpt2(config: ConfigReader) -> DecoderSpec:

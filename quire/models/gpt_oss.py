@@ -6,23 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from quire.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, MlpSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    ExpertsSpec,
-    LinearSpec,
-    MlpSpec,
-    StackedPlace,
-    TensorSpec,
-    linear,
-    rms_norm,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import Dimensions, read_dimensions, read_windows
 from quire.models.experts import read_routing
 from quire.models.parts import attention, decoder, pre_norm_block
 from quire.models.rope import RopeSpec, read_rope
+from quire.models.tensors import LinearSpec, StackedPlace, TensorSpec, linear, rms_norm
 from quire.program.operations import Routing
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.common.numbers import ceil_div
-from quire.models.declaration import KVLayerSpec
+from quire.models.blocks import KVLayerSpec
 
 MAX_PADDING = 0.04
 """Of the memory that layers need: what may lie idle where a group has fewer layers than fit."""

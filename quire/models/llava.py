@@ -8,18 +8,14 @@ from dataclasses import replace
 
 from quire.models.clip import declare_clip
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    DecoderSpec,
-    RowsSpec,
-    TensorSpec,
-    VisionSpec,
-)
+from quire.models.declaration import DecoderSpec, RowsSpec, VisionSpec
 from quire.models.dimensions import ACTIVATIONS, read_dtype
 from quire.models.llama import declare_llama
 from quire.models.mistral import declare_mistral
 from quire.models.parts import plain_mlp
 from quire.models.qwen2 import declare_qwen2
 from quire.models.siglip import declare_siglip
+from quire.models.tensors import TensorSpec
 
 _DECODERS: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "llama": declare_llama,

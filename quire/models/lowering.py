@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.models.declaration import (
+from quire.models.blocks import (
     AttentionSpec,
     BlockSpec,
-    DecoderSpec,
     ExpertsSpec,
     LatentAttentionSpec,
-    LinearSpec,
     Mixer,
     MlpSpec,
-    NormSpec,
-    PositionBiasSpec,
-    RowsSpec,
     Sublayer,
-    TensorSpec,
 )
+from quire.models.declaration import DecoderSpec, PositionBiasSpec, RowsSpec
 from quire.models.rope import RopeSpec
+from quire.models.tensors import LinearSpec, NormSpec, TensorSpec
 from quire.program import operations as ops
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from quire.models.blocks import BlockSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import BlockSpec, DecoderSpec, rms_norm
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, read_dimensions, read_windows
 from quire.models.parts import attention, decoder, gated_mlp, pre_norm_block
 from quire.models.rope import read_rope
+from quire.models.tensors import rms_norm
 
 
 def declare_mistral(config: ConfigReader) -> DecoderSpec:

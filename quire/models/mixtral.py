@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from quire.models.blocks import BlockSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import BlockSpec, DecoderSpec, rms_norm
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, read_dimensions
 from quire.models.experts import ExpertNames, experts, read_routing
 from quire.models.parts import attention, decoder, pre_norm_block
 from quire.models.rope import read_rope
+from quire.models.tensors import rms_norm
 
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 

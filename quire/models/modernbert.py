@@ -4,22 +4,9 @@ to neighbours alone.
 
 from __future__ import annotations
 
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    ClassifierSpec,
-    DecoderSpec,
-    DenseSpec,
-    MlpSpec,
-    NormSpec,
-    PoolingKind,
-    Sublayer,
-    TensorSpec,
-    layer_norm,
-    linear,
-    sequential,
-)
+from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, PoolingKind
 from quire.models.dimensions import (
     ACTIVATIONS,
     TOKEN_CLASSIFICATION,
@@ -29,6 +16,7 @@ from quire.models.dimensions import (
 )
 from quire.models.fused import fused
 from quire.models.rope import RopeSpec
+from quire.models.tensors import NormSpec, TensorSpec, layer_norm, linear
 
 _KINDS: dict[str, PoolingKind] = {"cls": "cls", "mean": "mean"}
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    MlpSpec,
-    Sublayer,
-    TensorSpec,
-    layer_norm,
-    linear,
-    sequential,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, read_dtype
 from quire.models.fused import fused
 from quire.models.rope import RopeSpec, read_rope
+from quire.models.tensors import TensorSpec, layer_norm, linear
 from quire.program.operations import Activation
 
 _ACTIVATIONS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}

@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from quire.models.blocks import BlockSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import BlockSpec, DecoderSpec, Sublayer, rms_norm, sequential
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, read_dimensions
 from quire.models.parts import attention, decoder, gated_mlp
 from quire.models.rope import read_rope
+from quire.models.tensors import rms_norm
 
 
 def declare_olmo2(config: ConfigReader) -> DecoderSpec:

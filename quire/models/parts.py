@@ -6,21 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from quire.models.blocks import AttentionSpec, BlockSpec, Mixer, MlpSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    Mixer,
-    MlpSpec,
-    NormSpec,
-    Sublayer,
-    TensorSpec,
-    linear,
-    sequential,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import Dimensions, read_dtype, read_head
 from quire.models.rope import RopeSpec
+from quire.models.tensors import NormSpec, TensorSpec, linear
 from quire.program.operations import Activation
 
 Norm = partial[NormSpec]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    MlpSpec,
-    linear,
-    rms_norm,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, read_dimensions
 from quire.models.fused import fused
 from quire.models.parts import decoder, pre_norm_block
 from quire.models.rope import LongScaling, read_rope
+from quire.models.tensors import linear, rms_norm
 
 
 def declare_phi3(config: ConfigReader) -> DecoderSpec:

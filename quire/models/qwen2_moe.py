@@ -7,15 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from quire.models.blocks import BlockSpec, ExpertsSpec, Mixer
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    BlockSpec,
-    DecoderSpec,
-    ExpertsSpec,
-    Mixer,
-    linear,
-    rms_norm,
-)
+from quire.models.declaration import DecoderSpec
 from quire.models.dimensions import ACTIVATIONS, Dimensions, read_dimensions
 from quire.models.experts import (
     experts,
@@ -25,6 +19,7 @@ from quire.models.experts import (
 )
 from quire.models.parts import Norm, attention, decoder, gated_mlp, pre_norm_block
 from quire.models.rope import RopeSpec, read_rope
+from quire.models.tensors import linear, rms_norm
 from quire.program.operations import Activation, Routing
 
 

@@ -8,29 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer, sequential
 from quire.models.clip import VISION_ACTIVATIONS
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    LinearSpec,
-    MlpSpec,
-    NormSpec,
-    RowsSpec,
-    Sublayer,
-    TensorSpec,
-    VisionSpec,
-    layer_norm,
-    linear,
-    rms_norm,
-    sequential,
-)
+from quire.models.declaration import DecoderSpec, RowsSpec, VisionSpec
 from quire.models.dimensions import read_dtype
 from quire.models.fused import fused
 from quire.models.parts import plain_mlp
 from quire.models.qwen2 import declare_qwen2
 from quire.models.rope import RopeSpec
+from quire.models.tensors import LinearSpec, NormSpec, TensorSpec, layer_norm, linear, rms_norm
 from quire.program.operations import Activation
 
 TOWER = "visual"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.models.blocks import BlockSpec
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import BlockSpec, DecoderSpec
+from quire.models.declaration import DecoderSpec
 from quire.models.parts import attention, decoder
 from quire.models.qwen2_moe import SparseQwen
 

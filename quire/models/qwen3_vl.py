@@ -10,14 +10,10 @@ from functools import partial
 
 from quire.models.clip import VISION_ACTIVATIONS
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import (
-    DecoderSpec,
-    RowsSpec,
-    TensorSpec,
-    layer_norm,
-)
+from quire.models.declaration import DecoderSpec, RowsSpec
 from quire.models.qwen2_vl import TOWER, TowerSize, read_decoder, with_tower
 from quire.models.qwen3 import declare_qwen3
+from quire.models.tensors import TensorSpec, layer_norm
 
 _EPS = 1e-6
 _LAYERS = ("linear_fc1", "linear_fc2")

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from quire.errors import UnsupportedModelError
 from quire.models.bert import declare_bert, declare_distilbert, declare_mpnet, declare_roberta
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, linear
+from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec
 from quire.models.deepseek_v2 import declare_deepseek_v2
 from quire.models.deepseek_v3 import declare_deepseek_v3
 from quire.models.dimensions import TOKEN_CLASSIFICATION, read_num_labels
@@ -35,6 +35,7 @@ from quire.models.qwen3 import declare_qwen3
 from quire.models.qwen3_moe import declare_qwen3_moe
 from quire.models.qwen3_vl import declare_qwen3_vl
 from quire.models.smollm3 import declare_smollm3
+from quire.models.tensors import linear
 
 Declare = Callable[[ConfigReader], DecoderSpec]
 

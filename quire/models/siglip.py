@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from quire.models.clip import encoder_block, patch_projection
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import RowsSpec, TensorSpec
+from quire.models.declaration import RowsSpec
 from quire.models.dimensions import ACTIVATIONS
+from quire.models.tensors import TensorSpec
 
 
 def declare_siglip(config: ConfigReader, at: str, layer: int) -> RowsSpec:

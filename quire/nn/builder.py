@@ -21,9 +21,10 @@ from quire.kernels.exchange import Exchange
 from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
 from quire.kernels.lora import AdapterRows
 from quire.models.cutting import cut, cut_outputs, divisible_tokens
-from quire.models.declaration import DecoderSpec, LinearSpec, PositionBiasSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, PositionBiasSpec
 from quire.models.lowering import Parameters, lower
 from quire.models.rope import RopeSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
 from quire.nn.position_bias import position_bias

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.interface import Kernels, PackedLinear
-from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind, TensorSpec
+from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind
 from quire.models.pooling import OutputActivation, PoolingSpec
+from quire.models.tensors import TensorSpec
 from quire.nn.decoder import DecoderModel
 from quire.program.operations import Activation
 from quire.weights.source import WeightSource

@@ -18,10 +18,12 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels.interface import AttentionBatch, ForwardPass, Kernels, Weights
 from quire.kernels.placed import PlacedRows, Rotations, StepContent
-from quire.models.declaration import AttentionSpec, RowsSpec, TensorSpec, VisionSpec
+from quire.models.blocks import AttentionSpec
+from quire.models.declaration import RowsSpec, VisionSpec
 from quire.models.image_places import bounds_of, is_whole, tower_stages
 from quire.models.image_processing import ImageProcessing
 from quire.models.lowering import lower_rows
+from quire.models.tensors import TensorSpec
 from quire.models.tiling import Tiling
 from quire.nn.rope import grid_rotations
 from quire.quant.linears import FloatLinears

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec, LinearSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import DTYPE_BYTES, LinearSpec
 
 Activations = Literal["int8", "fp8", "float"]
 """What inputs are multiplied as, by the names of `quire.kernels.interface.InputFormat`."""

@@ -24,7 +24,7 @@ from quire.common.file_states import FileState
 from quire.errors import CheckpointError
 from quire.kernels.interface import QuantizedWeight
 from quire.models.cutting import rows_within
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.integers import dequantize, rows_of
 from quire.quant.mxfp4 import E2M1, E8M0_HALVES, MAX_EXPONENT

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.errors import CheckpointError
 from quire.kernels.interface import Kernels, PackedLinear, QuantizedWeight
-from quire.models.declaration import LinearSpec
+from quire.models.tensors import LinearSpec
 from quire.quant.formats import WeightFormats
 from quire.quant.integers import dequantize, stack
 from quire.quant.rounding import quantize

@@ -13,7 +13,8 @@ from typing import cast
 
 from quire.errors import ConfigError
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import DecoderSpec, LinearSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import LinearSpec
 from quire.quant.formats import IntegerFormat
 from quire.quant.storage import (
     Activations,

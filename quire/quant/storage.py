@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from quire.common.numbers import ceil_div
 from quire.errors import ConfigError
-from quire.models.declaration import LinearSpec, StackedPlace
+from quire.models.tensors import LinearSpec, StackedPlace
 from quire.quant.formats import IntegerFormat, WeightFormats
 from quire.weights.checkpoint import ExpectedTensor, Layout
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.errors import CheckpointError
 from quire.kernels.interface import QuantizedWeight
-from quire.models.declaration import LinearSpec
+from quire.models.tensors import LinearSpec
 from quire.quant.integers import rows_of
 from quire.quant.linears import WeightUnpacker
 from quire.quant.mxfp4 import E2M1, E8M0_HALVES, MAX_EXPONENT

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import CheckpointError, ConfigError
-from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.quant.formats import IntegerFormat, WeightFormats, formats_at_load
 from quire.quant.rounding import quantize
 from quire.weights.checkpoint import INDEX_NAME, SINGLE_NAME

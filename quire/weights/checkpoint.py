@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.small_files import is_file, read_object
 from quire.errors import CheckpointError
-from quire.models.declaration import DecoderSpec, StackedPlace, TensorSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import StackedPlace, TensorSpec
 from quire.weights.source import WeightSource
 from quire.weights.tensor_file import StoredTensor, TensorFile
 

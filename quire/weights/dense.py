@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.common.small_files import is_file
 from quire.errors import CheckpointError
-from quire.models.declaration import TensorSpec
+from quire.models.tensors import TensorSpec
 from quire.weights.checkpoint import SINGLE_NAME, fill_rows
 from quire.weights.source import WeightSource
 from quire.weights.tensor_file import TensorFile

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.common.seeds import mix64
 from quire.models.cutting import rows_within
-from quire.models.declaration import TensorSpec
+from quire.models.tensors import TensorSpec
 from quire.weights.source import WeightSource
 
 _STD = 0.02

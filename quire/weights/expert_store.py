@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from quire.common.numbers import align_up, format_bytes
 from quire.errors import CapacityError, CheckpointError
-from quire.models.declaration import TensorSpec
+from quire.models.tensors import TensorSpec
 from quire.weights.packed_cache import (
     BIAS,
     CacheName,

@@ -18,7 +18,7 @@ from quire.common.openmp import torch_library
 from quire.common.pages import reserve
 from quire.errors import CheckpointError
 from quire.kernels.cpu import _native
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.weights.checkpoint import SafetensorsCheckpoint, StoredRows
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.common.pages import reserve
 from quire.errors import CheckpointError
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.weights.source import WeightSource
 from quire.weights.tensor_file import TensorFile
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from quire.common.small_files import is_file, read_bytes, read_object
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind, linear
+from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind
 from quire.models.pooling import LateInteraction
+from quire.models.tensors import linear
 from quire.weights.late_interaction import TOKEN_MODULES, read_late_interaction
 
 _MAX_BYTES = 4 << 20

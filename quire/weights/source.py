@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

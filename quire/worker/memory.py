@@ -19,7 +19,7 @@ from quire.core.plan import BlockCopy
 from quire.kernels.host_memory import populate
 from quire.kernels.interface import Kernels
 from quire.kernels.kv_cache import empty_cache
-from quire.models.declaration import KVLayerSpec
+from quire.models.blocks import KVLayerSpec
 from quire.models.kv_layout import KVLayout
 from quire.worker.staging import Staging
 

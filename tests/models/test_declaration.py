@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.models.declaration import (
-    DecoderSpec,
-    FlopsPerToken,
-    KVLayerSpec,
-    LatentAttentionSpec,
-    TensorSpec,
-)
+from quire.models.blocks import KVLayerSpec, LatentAttentionSpec
+from quire.models.declaration import DecoderSpec, FlopsPerToken
 from quire.models.fused import conv1d, fused
 from quire.models.registry import declare
 from quire.models.rope import YarnScaling
+from quire.models.tensors import TensorSpec
 
 
 def _spec(shared: Path, file: str) -> DecoderSpec:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.common.numbers import ceil_div
 from quire.config.limits import SchedulerLimits
-from quire.models.declaration import KVLayerSpec
+from quire.models.blocks import KVLayerSpec
 from quire.models.kv_layout import MAX_PADDING, lay_out
 from quire.models.registry import declare
 

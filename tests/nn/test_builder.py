@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels.interface import PackedLinear
 from quire.kernels.reference.kernels import ReferenceKernels
-from quire.models.declaration import TensorSpec
 from quire.models.registry import declare
+from quire.models.tensors import TensorSpec
 from quire.nn.builder import build_decoder
 from quire.weights.dummy import DummyWeights
 

@@ -6,8 +6,8 @@ import pytest
 from program_cases import SPECS
 
 from quire.models.cutting import cut, cut_outputs, rows_within
-from quire.models.declaration import TensorSpec, linear
 from quire.models.lowering import lower
+from quire.models.tensors import TensorSpec, linear
 from quire.program.operations import EmbedGathered, Gather, Heads
 from quire.program.sharding import cache_heads, shard, split, split_heads
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from quire.llm import LLM
 from quire.lora.config import AdapterConfig, read_config
 from quire.lora.layout import adaptable
-from quire.models.declaration import DecoderSpec, LinearSpec
+from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
+from quire.models.tensors import LinearSpec
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -12,19 +12,12 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, ForwardPass, Kernels
 from quire.kernels.interpreter import Interpreter
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    MlpSpec,
-    Sublayer,
-    TensorSpec,
-    layer_norm,
-    linear,
-)
+from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer
+from quire.models.declaration import DecoderSpec
 from quire.models.lowering import lower
 from quire.models.registry import declare
 from quire.models.rope import RopeSpec
+from quire.models.tensors import TensorSpec, layer_norm, linear
 from quire.nn.builder import build_decoder
 from quire.nn.decoder import DecoderModel
 from quire.program.passes import select_wanted

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.models.declaration import DecoderSpec, TensorSpec
+from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
+from quire.models.tensors import TensorSpec
 from quire.weights.checkpoint import INDEX_NAME, SafetensorsCheckpoint
 
 LLAMA: dict[str, object] = {

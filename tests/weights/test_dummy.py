@@ -8,8 +8,8 @@ import torch
 from timing import timed
 
 from quire.kernels.reference.kernels import ReferenceKernels
-from quire.models.declaration import TensorSpec
 from quire.models.registry import declare
+from quire.models.tensors import TensorSpec
 from quire.nn.builder import build_decoder
 from quire.weights.dummy import _STRIP_LEN, DummyWeights
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.errors import CapacityError, CheckpointError
 from quire.kernels import cpu
 from quire.kernels.interface import ExpertChoice, PackedLinear
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.tensors import LinearSpec, TensorSpec
 from quire.program.operations import Routing
 from quire.quant.formats import IntegerFormat
 from quire.quant.rounding import quantize

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from quire.errors import CheckpointError
 from quire.kernels import cpu
-from quire.models.declaration import DecoderSpec, LinearSpec
+from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
+from quire.models.tensors import LinearSpec
 from quire.weights.checkpoint import SafetensorsCheckpoint
 
 if cpu.IMPORT_ERROR is not None:

@@ -15,7 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.core.plan import BlockCopy, NewRow, RowSampling, RowWork, StepPlan
 from quire.engine.assembly.builder import build_engine
 from quire.kernels import load
-from quire.models.declaration import KVLayerSpec
+from quire.models.blocks import KVLayerSpec
 from quire.nn.context import StepContext
 from quire.worker.batch import gather, move
 from quire.worker.memory import KVMemory, PoolShape

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
     from quire.lora.table import AdapterTable
-    from quire.models.declaration import LinearSpec
+    from quire.models.tensors import LinearSpec
     from quire.nn.decoder import DecoderModel
     from quire.nn.pooler import Pooler
     from quire.quant.linears import FloatLinears, LinearLoader

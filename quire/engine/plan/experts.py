@@ -11,7 +11,9 @@ from quire.common.numbers import format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.engine.plan.machine import Machine
 from quire.errors import CapacityError, ConfigError
-from quire.models.declaration import DecoderSpec, ExpertsSpec, LinearSpec
+from quire.models.blocks import ExpertsSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import LinearSpec
 from quire.quant.formats import WeightFormats
 
 FILE_BYTES_PER_S = 5e9

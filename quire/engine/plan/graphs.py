@@ -8,7 +8,8 @@ from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.common.graph_shapes import num_shapes
 from quire.common.numbers import ceil_div, format_bytes
 from quire.engine.plan.memory import layer_bytes
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import DTYPE_BYTES
 
 GRAPH_BYTES_PER_LAYER = 64 << 10
 """What a recorded graph keeps on the device for the launches of one layer. Estimated;

@@ -8,9 +8,10 @@ from quire.common.numbers import format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.engine.plan.memory import block_bytes
 from quire.errors import ConfigError
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec, VisionSpec
+from quire.models.declaration import DecoderSpec, VisionSpec
 from quire.models.image_places import ImageBounds, bounds_of, tower_stages
 from quire.models.image_processing import ImageProcessing
+from quire.models.tensors import DTYPE_BYTES
 
 DEFAULT_MAX_IMAGES = 16
 """Of a request, where the operator sets no limit."""

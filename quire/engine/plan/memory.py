@@ -7,16 +7,16 @@ Estimates from above, in float32; the KV cache, weights and adapters are counted
 from __future__ import annotations
 
 from quire.config.limits import MAX_SCORED_ROWS
-from quire.models.declaration import (
-    DTYPE_BYTES,
+from quire.models.blocks import (
     AttentionSpec,
     BlockSpec,
-    DecoderSpec,
     ExpertsSpec,
     LatentAttentionSpec,
     Mixer,
     MlpSpec,
 )
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import DTYPE_BYTES
 
 
 def workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: int) -> int:

@@ -10,8 +10,9 @@ from quire.config.engine import EngineConfig
 from quire.engine.plan.machine import Machine
 from quire.errors import ConfigError
 from quire.models.cutting import divisible_tokens
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+from quire.models.declaration import DecoderSpec
 from quire.models.lowering import lower
+from quire.models.tensors import DTYPE_BYTES
 from quire.program.sharding import cache_heads, shard
 from quire.quant.formats import WeightFormats
 

@@ -8,7 +8,7 @@ from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.plan.planning import EnginePlan
 from quire.engine.process.link import start_message
 from quire.errors import ConfigError
-from quire.models.declaration import DTYPE_BYTES
+from quire.models.tensors import DTYPE_BYTES
 from quire.parallel.group import RankGroup
 from quire.parallel.shared_memory import bytes_of_command
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.models.declaration import DecoderSpec, TensorSpec
+from quire.models.declaration import DecoderSpec
+from quire.models.tensors import TensorSpec
 from quire.weights.gguf.file import GgufFile
 
 ARCHITECTURES: Final[Mapping[str, str]] = {

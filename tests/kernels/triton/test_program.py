@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels import load
 from quire.kernels.interface import AttentionBatch, Kernels
 from quire.kernels.kv_cache import empty_cache
-from quire.models.declaration import KVLayerSpec
+from quire.models.blocks import KVLayerSpec
 from quire.models.registry import declare
 from quire.nn.builder import build_decoder
 from quire.nn.context import StepContext
