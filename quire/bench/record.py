@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.machine import Machine
-from quire.engine.plan.planning import EnginePlan
 
 SCHEMA = "quire-bench/3"
 

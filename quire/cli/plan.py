@@ -14,8 +14,8 @@ from quire.core.step_cost import StepCostModel, StepWork
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.engine.plan.engine_plan import EnginePlan
     from quire.engine.plan.machine import Machine
-    from quire.engine.plan.planning import EnginePlan
 
 _CHUNK = 512
 """Tokens of the prompt whose speed is estimated."""

@@ -12,9 +12,9 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
 from quire.engine.plan import gpu
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.gpu import Gpu, inspect_gpu
 from quire.engine.plan.machine import Machine
-from quire.engine.plan.planning import EnginePlan
 from quire.engine.process.link import start_message
 from quire.errors import CapacityError, ConfigError, ModelNotFoundError, UnsupportedModelError
 

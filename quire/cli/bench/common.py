@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from quire.bench.workload import Workload
-    from quire.engine.plan.planning import EnginePlan
+    from quire.engine.plan.engine_plan import EnginePlan
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

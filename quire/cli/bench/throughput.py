@@ -12,7 +12,7 @@ from quire.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from quire.bench.workload import Workload
-    from quire.engine.plan.planning import EnginePlan
+    from quire.engine.plan.engine_plan import EnginePlan
 
 EXAMPLES = """\
 examples:

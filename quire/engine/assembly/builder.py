@@ -31,9 +31,9 @@ from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
 from quire.engine.assembly.threads import set_num_threads
 from quire.engine.assembly.tiers import digest_key, prerequisite_of, stored_blocks
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
-from quire.engine.plan.planning import EnginePlan
 from quire.engine.plan.step_costs import SUFFIX as COST_SUFFIX
 from quire.engine.plan.step_costs import StepCostFile
 from quire.executor.registry import ExecutorSpec, make_executor

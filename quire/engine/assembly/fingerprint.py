@@ -16,8 +16,8 @@ from typing import Any
 import quire.quant
 from quire.common.version import __version__
 from quire.engine.assembly.model_files import ModelFiles
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.machine import instruction_sets
-from quire.engine.plan.planning import EnginePlan
 from quire.weights.packed_cache import CacheName
 
 _NUM_SAMPLES = 256

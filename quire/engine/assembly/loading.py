@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.experts import ExpertUse
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.experts import mixtures, weights_of
-from quire.engine.plan.planning import EnginePlan
 from quire.errors import CheckpointError, ConfigError
 from quire.models.declaration import DenseSpec
 from quire.quant.gguf_formats import GgufStorage

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.storage import CheckpointStorage
 

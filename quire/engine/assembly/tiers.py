@@ -29,7 +29,7 @@ from quire.core.step_cost import StepCostModel
 from quire.engine.assembly.fingerprint import numerics, source_digest, weight_files
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.assembly.planned_model import PlannedModel
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import ConfigError
 from quire.models.rope import DynamicScaling, LongScaling
 

@@ -15,7 +15,7 @@ from quire.core.params import MAX_BAD_WORD_TOKENS, SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkTagTokens
 from quire.core.request_spec import RequestSpec
 from quire.engine.front.think_tags import tokens_of_tags
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import InvalidParameterError
 from quire.text.reasoning import reasoning_of_template
 from quire.text.stop import StopStrings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.images import MAX_PIXEL_BYTES
-from quire.engine.plan.planning import EnginePlan
 from quire.media.reader import ImageReader, ReaderLimits
 from quire.media.sources import MediaAccess
 

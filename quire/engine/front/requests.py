@@ -22,7 +22,7 @@ from quire.core.plan import ThinkingBudget
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.front.digest import Digest, Digester
 from quire.engine.front.prompts import ParsedPrompt
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import InvalidParameterError
 from quire.text.reasoning import ReasoningFormat, is_thinking
 from quire.text.tokenizer import Tokenizer

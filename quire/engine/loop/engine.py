@@ -30,7 +30,7 @@ from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
 from quire.engine.loop.step_loop import StepLoop, loop_of
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
 from quire.errors import ConfigError, EngineError, InvalidParameterError
 from quire.executor.interface import Executor

@@ -37,7 +37,7 @@ from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.loop.recorder import StepRecorder
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
 from quire.executor.interface import Executor, Launched, StepLostError
 

@@ -18,7 +18,7 @@ from quire.core.request_spec import RequestSpec
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.pooling.late_interaction import LateTexts
 from quire.engine.pooling.outputs import PoolingOutput, vectors_of
 from quire.engine.pooling.texts import PoolingTexts

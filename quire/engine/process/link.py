@@ -12,7 +12,7 @@ from quire.common.file_states import lasting_name
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.assembly.preparation import PreparedModel
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.process.journal import Journal
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import Start

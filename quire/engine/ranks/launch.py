@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from quire.engine.assembly.planned_model import PlannedModel
-from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.process.link import start_message
 from quire.errors import ConfigError
 from quire.models.tensors import DTYPE_BYTES
