@@ -3,7 +3,7 @@ with names that users of vLLM know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -231,8 +231,18 @@ class LLM(PoolingCalls, DecisionCalls):
     def reset_mm_cache(self) -> None:
         """Does nothing: encoded images are known by their content, so none is ever stale."""
 
-    sleep = absent("sleep", without.NO_SLEEP)
-    wake_up = absent("wake_up", without.NO_SLEEP)
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system; see `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring the memory back; see `LLMEngine.wake_up`."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Return whether memory is the system's at the moment."""
+        return self.llm_engine.is_sleeping()
+
     start_profile = absent("start_profile", without.NO_PROFILE)
     stop_profile = absent("stop_profile", without.NO_PROFILE)
     collective_rpc = absent("collective_rpc", without.NO_RPC)

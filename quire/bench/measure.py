@@ -224,6 +224,14 @@ class _ExecutorTimer:
         """Passed on."""
         return self._executor.idle()
 
+    def sleep(self, level: int) -> None:
+        """Passed on."""
+        self._executor.sleep(level)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Passed on."""
+        self._executor.wake(parts)
+
     def close(self) -> None:
         """Passed on."""
         self._executor.close()

@@ -235,6 +235,12 @@ class EngineConfig:
         "GiB of host memory that keep KV of which the pool has lost its blocks, as of preempted "
         "requests",
     )
+    when_asleep: str = _option(
+        "wait",
+        "what becomes of requests that arrive while the engine sleeps: they wait until it wakes, "
+        "as long as their deadlines let them, or are refused",
+        choices=("wait", "refuse"),
+    )
     enable_lora: bool = _option(
         False, "serve low-rank adapters (LoRA) beside the model, chosen request by request"
     )

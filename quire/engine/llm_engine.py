@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from quire.common.residence import check_level, check_parts
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.assembly.builder import build_engine
-from quire.engine.front.absent import NO_SLEEP, absent
+from quire.engine.front.absent import absent
 from quire.engine.front.metrics import Metric, snapshot
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
@@ -130,12 +131,29 @@ class LLMEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    sleep = absent("sleep", NO_SLEEP)
-    wake_up = absent("wake_up", NO_SLEEP)
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system until `wake_up`: the weights
+        kept in a file (1), or discarded and loaded again from the model's folder (2). Requests that
+        have begun go on then with the same tokens; until then, `step` raises EngineError.
+
+        Raises NotAvailableError where this engine cannot, EngineError where the file cannot be
+        written; it goes on as before.
+        """
+        level = check_level(level)
+        with self.shared.held() as engine:
+            engine.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back what the tags name, "weights" or "kv_cache"; by default both. Raises a
+        QuireError where weights cannot be read, and sleeps on."""
+        parts = check_parts(tags)
+        with self.shared.held() as engine:
+            engine.wake_up(parts)
+
     add_lora = absent(
         "add_lora", "give the adapter with the request: lora_request=LoRARequest(...)"
     )
 
     def is_sleeping(self) -> bool:
-        """False: this version has no sleep mode."""
-        return False
+        """Return whether `sleep` has given memory back that is not there again."""
+        return bool(self.engine.asleep)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.core.plan import StepPlan, StepResult
 from quire.executor.interface import Launched
 from quire.sampling.processors import Processor, ProcessorTable
@@ -36,6 +38,14 @@ class InlineExecutor:
     def idle(self) -> bool:
         """See `Executor.idle`."""
         return self.worker.idle()
+
+    def sleep(self, level: int) -> None:
+        """See `Executor.sleep`."""
+        self.worker.residence.sleep(level)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """See `Executor.wake`."""
+        self.worker.residence.wake(parts)
 
     def close(self) -> None:
         """Drop the model, its KV memory and the rows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quire.core.plan import StepPlan, StepResult
@@ -46,6 +46,17 @@ class Executor(Protocol):
     def idle(self) -> bool:
         """Make use of a moment in which there is no plan, for some milliseconds;
         whether there may be more to do."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of the weights and of the KV cache back to the system, the weights kept
+        in a file (1) or discarded (2). Nothing is in flight, and nothing is launched until all is
+        back. Raises NotAvailableError or EngineError, with everything as it was."""
+        ...
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Bring some of `quire.common.residence.PARTS` back: weights with the same bits, a KV cache
+        of any content. Raises CheckpointError or EngineError."""
         ...
 
     def close(self) -> None:

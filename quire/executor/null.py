@@ -225,6 +225,14 @@ class NullExecutor:
         """There is nothing to prepare."""
         return False
 
+    def sleep(self, level: int) -> None:
+        """Lose what all slots hold."""
+        self._slot_tokens.fill(-1)
+        self._slot_histories.fill(0)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Do nothing: there are no weights."""
+
     def close(self) -> None:
         """Do nothing."""
 

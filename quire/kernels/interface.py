@@ -40,6 +40,11 @@ class PackedLinear(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All memory that it holds."""
+        ...
+
 
 class EmbeddingTable(Protocol):
     """Rows that token ids choose from, [V, H]: a tensor,
@@ -183,6 +188,15 @@ class Weights:
     """As `Kernels.bidirectional_attention` takes them, for `max_model_len` positions."""
     exchange: Exchange | None = None
     """With the other ranks that hold a part of these weights; None where there are none."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory that they hold, each tensor once, in an order that the program decides."""
+        of_linears = [tensor for linear in self.linears for tensor in linear.tensors]
+        # a table of another type is a linear's
+        tables = [table for table in self.tables if isinstance(table, Tensor)]
+        held = [*of_linears, *tables, *self.vectors, *self.ropes, *self.biases]
+        return list({id(tensor): tensor for tensor in held}.values())
 
 
 class ForwardPass(Protocol):

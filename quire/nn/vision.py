@@ -56,6 +56,13 @@ class VisionModel:
             0 if self._grid is None else self._grid.nbytes
         )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the weights."""
+        early = (each for each in self._early if each is not None)
+        stages = (*self._stages, self._projector, *early)
+        return [tensor for stage in stages for tensor in stage.tensors]
+
     @torch.inference_mode()
     def encode(
         self, pixels: NDArray[np.uint8], tiling: tuple[int, ...] = ()
@@ -230,6 +237,7 @@ class _Stage:
         )
         self._run: ForwardPass = kernels.compile(program, weights)
         self._kernels: Kernels = kernels
+        self.tensors = weights.tensors
         self.num_bytes = sum(each.num_bytes for each in weights.linears)
         self.num_bytes += sum(each.nbytes for each in (*tables, *weights.vectors))
 

@@ -69,6 +69,11 @@ class ImageTable:
         """Images, since the start."""
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the tower's weights."""
+        return self._model.tensors
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the rows take."""
         return sum(rows.nbytes for rows in (*self._rows.values(), *self._spare.values()))

@@ -96,6 +96,11 @@ class KVMemory:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All memory of the cache, each tensor once."""
+        return self._tensors
+
+    @property
     def block_bytes(self) -> int:
         """Size of one block, in all tensors together."""
         return sum(rows.shape[1] for rows in self._rows)

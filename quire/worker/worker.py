@@ -36,6 +36,7 @@ from quire.worker.graphs import GraphBackend, GraphSettings, ScratchBlock, StepG
 from quire.worker.last_tokens import LastTokens, Readback
 from quire.worker.memory import KVMemory
 from quire.worker.outlets.interface import HiddenStates, Outlet, Unread, batches
+from quire.worker.residence import Fixed, Residence
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
@@ -58,7 +59,9 @@ class Worker:
         rows: RowTable,
         outlets: Iterable[Outlet],
         companions: Iterable[Companion] = (),
+        residence: Residence | None = None,
     ) -> None:
+        self.residence = residence or Fixed("nothing says how this worker's memory returns")
         self.model = model
         self.memory = memory
         self.rows = rows

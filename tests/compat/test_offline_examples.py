@@ -408,8 +408,6 @@ def test_parameters_that_scripts_give(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("method", "advice"),
     [
-        ("sleep", "close() frees the memory"),
-        ("wake_up", "close() frees the memory"),
         ("start_profile", "quire bench"),
         ("stop_profile", "quire bench"),
         ("collective_rpc", "no workers"),

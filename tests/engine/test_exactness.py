@@ -34,6 +34,7 @@ from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import PromptDict
 from quire.engine.loop.engine import Engine
 from quire.kernels import cpu
+from quire.worker.residence import Returnable
 
 MakeEngine = Callable[..., Engine]
 Requests = Mapping[str, tuple[list[int], dict[str, Any]]]
@@ -393,6 +394,26 @@ def _restarted(make: MakeEngine) -> Answers:
     return _answers(make())
 
 
+def _asleep(make: MakeEngine) -> Answers:
+    """All memory goes back to the system again and again while requests run."""
+    engine = make()
+    residence = engine.executor.worker.residence  # type: ignore[attr-defined]
+    if not isinstance(residence, Returnable):
+        pytest.skip("its memory stays")
+    _submit(engine, _requests(engine))
+    num_steps = 0
+    every = 3 if engine.images is None else 40  # an image takes steps, and begins anew
+
+    def sleep() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % every == 0:
+            engine.sleep(1 if num_steps % 2 or engine.images is not None else 2)
+            engine.wake_up()
+
+    return {name: _answer(output) for name, output in run_all(engine, after_step=sleep).items()}
+
+
 CASES: dict[str, Callable[[MakeEngine], Answers]] = {
     "batched": _batched,
     "chunked": _chunked,
@@ -414,6 +435,7 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
     "blocks of 8": _blocks_of(8),
     "blocks of 32": _blocks_of(32),
     "restarted": _restarted,
+    "asleep": _asleep,
 }
 
 

@@ -29,6 +29,7 @@ from quire.engine.assembly.drafting import load_drafts
 from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
+from quire.engine.assembly.residence import Held, residence_of
 from quire.engine.assembly.threads import set_num_threads
 from quire.engine.assembly.tiers import digest_key, prerequisite_of, stored_blocks
 from quire.engine.plan.engine_plan import EnginePlan
@@ -225,9 +226,11 @@ def _build_worker(
     adapters = _adapter_table(plan, selection.kernels)
     states = planned.files.states(plan.config.tokenizer)
     exchange = None if group is None else group.exchange
-    model, pooler, images, experts = load_model(planned, selection.kernels, adapters, exchange)
+    loaded = load_model(planned, selection.kernels, adapters, exchange)
+    model, pooler, images, experts = loaded
     limits = plan.limits
     memory = kv_memory(plan, model)
+    residence = residence_of(planned, Held(loaded, memory, adapters, states))
     if group is not None:
         from quire.executor.ranks import lead
 
@@ -245,7 +248,7 @@ def _build_worker(
     stored = stored_blocks(planned, memory, states)
     halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, stored)
     companions: list[Companion] = [each for each in halves if each is not None]
-    worker = Worker(model, memory, rows, outlets, companions=companions)
+    worker = Worker(model, memory, rows, outlets, companions=companions, residence=residence)
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:

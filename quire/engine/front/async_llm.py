@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
+from quire.common.residence import check_level, check_parts
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
@@ -24,7 +25,6 @@ from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import (
     NO_PROFILE,
     NO_RPC,
-    NO_SLEEP,
     absent,
 )
 from quire.engine.front.digest import Digest
@@ -37,7 +37,7 @@ from quire.engine.loop.engine import Engine
 from quire.engine.loop.engine_thread import EngineThread
 from quire.engine.pooling.outputs import PoolingRequestOutput, output_of
 from quire.engine.pooling.requests import PoolingRequests
-from quire.errors import InvalidParameterError
+from quire.errors import InvalidParameterError, UnavailableError
 from quire.grammar.judge import judge
 from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer
@@ -151,6 +151,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Compute one request; leaving the loop early aborts it."""
         self._engine.refuse_nested_call()
+        if self._engine.asleep and self.config.when_asleep == "refuse":
+            raise UnavailableError("the engine is asleep", state="sleeping", retry_after_s=5)
         adapter = await self._version_of(lora_request)
         request_id = (
             request_id if request_id is not None else f"async-{next(self._request_numbers)}"
@@ -272,8 +274,21 @@ class AsyncLLM:
         ConfigError with `skip_tokenizer_init`."""
         return self._engine.pretrained_tokenizer()
 
-    sleep = absent("sleep", NO_SLEEP)
-    wake_up = absent("wake_up", NO_SLEEP)
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system; see `LLMEngine.sleep`.
+        Requests wait meanwhile, or are refused with `when_asleep="refuse"`."""
+        level = check_level(level)
+        await self._do(lambda engine: engine.sleep(level))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring the memory back; see `LLMEngine.wake_up`."""
+        parts = check_parts(tags)
+        await self._do(lambda engine: engine.wake_up(parts))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether memory is the system's at the moment."""
+        return bool(self._engine.asleep)
+
     start_profile = absent("start_profile", NO_PROFILE)
     stop_profile = absent("stop_profile", NO_PROFILE)
     collective_rpc = absent("collective_rpc", NO_RPC)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quire.common.residence import check_level, check_parts
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.assembly.fingerprint import fingerprint
 from quire.engine.assembly.preparation import PreparedModel
@@ -34,8 +35,17 @@ from quire.engine.front.streams import Stream, merge_deltas
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.engine.pooling.requests import PoolingRequests
-from quire.engine.process.messages import Inspect, InspectBlock, Inspected, InspectedBlock
-from quire.errors import EngineError, InvalidParameterError, UnavailableError
+from quire.engine.process.messages import (
+    Command,
+    Done,
+    Inspect,
+    InspectBlock,
+    Inspected,
+    InspectedBlock,
+    Sleep,
+    WakeUp,
+)
+from quire.errors import EngineError, InvalidParameterError, NotAvailableError, UnavailableError
 from quire.lora.store import AdapterStore
 from quire.media.reader import ImageReader
 from quire.text.tokenizer import Tokenizer
@@ -49,15 +59,19 @@ SHUTTING_DOWN = "the server is shutting down"
 _ANSWER_TIMEOUT_S = 2.0
 """Questions are answered between two steps;
 a step that takes longer than this is told of in the status."""
+_COMMAND_TIMEOUT_S = 600.0
+"""For weights that are written, read or loaded."""
 _DRAIN_POLL_S = 0.02
 _LAST_WORDS_S = 2.0
 """How long a drain that was cut short waits for the streams' last outputs."""
 
-EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
-"""`stalled`: the engine shows no sign of progress and is about to be replaced. `failed`:
-given up for good."""
-Question = Inspect | InspectBlock
-Seen = Inspected | InspectedBlock
+EngineState = Literal[
+    "loading", "ready", "sleeping", "stalled", "restarting", "draining", "failed", "closed"
+]
+"""`sleeping`: its memory went back to the system, and requests wait for it. `stalled`: the engine
+shows no sign of progress and is about to be replaced. `failed`: given up for good."""
+Question = Inspect | InspectBlock | Command
+Seen = Inspected | InspectedBlock | Done
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +192,7 @@ class Client:
         """Of all streams; kept, since every request reads the status."""
         self._questions: dict[int, asyncio.Future[Seen]] = {}
         self._num_questions = 0
+        self._refuses_asleep = plan.config.when_asleep == "refuse"
         self._is_draining = False
         self._is_closed = False
 
@@ -278,6 +293,30 @@ class Client:
         answer = await self._ask(InspectBlock(self._num_questions, block, step))
         return answer.content if isinstance(answer, InspectedBlock) else None
 
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system; what runs goes on after
+        `wake_up`, with the same answers. Raises a QuireError where that cannot be."""
+        level = check_level(level)
+        self._num_questions += 1
+        await self._command(Sleep(self._num_questions, level))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring the parts of the memory back that are named, by default all. Raises a
+        QuireError."""
+        parts = check_parts(tags)
+        self._num_questions += 1
+        await self._command(WakeUp(self._num_questions, parts))
+
+    async def _command(self, command: Command) -> None:
+        answer = await self._ask(command, _COMMAND_TIMEOUT_S)
+        if not isinstance(answer, Done):
+            state = self.status().state
+            raise UnavailableError(
+                f"the engine takes no commands: it is {state}", state=state, retry_after_s=5
+            )
+        if answer.error is not None:
+            raise (NotAvailableError if answer.is_lasting else EngineError)(answer.error)
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in flight; True if all ended in time.
 
@@ -317,6 +356,8 @@ class Client:
         status = self.status()
         if status.state == "failed":
             raise UnavailableError(f"the engine has failed: {status.reason}", state="failed")
+        if status.state == "sleeping" and self._refuses_asleep:
+            raise UnavailableError("the engine is asleep", state="sleeping", retry_after_s=5)
         if len(self._streams) >= MAX_NUM_REQUESTS:
             raise UnavailableError(
                 f"{MAX_NUM_REQUESTS} requests are in flight already",
@@ -330,14 +371,15 @@ class Client:
             await asyncio.sleep(_DRAIN_POLL_S)
         return not self._streams
 
-    async def _ask(self, question: Question) -> Seen | None:
-        if self.status().state not in ("ready", "stalled") or len(self._questions) >= MAX_QUESTIONS:
+    async def _ask(self, question: Question, timeout_s: float = _ANSWER_TIMEOUT_S) -> Seen | None:
+        can_ask = self.status().state in ("ready", "sleeping", "stalled")
+        if not can_ask or len(self._questions) >= MAX_QUESTIONS:
             return None
         future: asyncio.Future[Seen] = asyncio.get_running_loop().create_future()
         self._questions[question.number] = future
         self.link.ask(question)
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
             return None

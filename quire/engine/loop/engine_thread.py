@@ -101,13 +101,18 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
+        asleep = self.engine.asleep
         return EngineStatus(
-            state="ready"
+            state=("sleeping" if asleep else "ready")
             if self.is_running
             else "failed"
             if self.failure is not None
             else "closed",
-            reason="" if self.is_running else str(self._last_word()),
+            reason=f"it sleeps: {' and '.join(asleep)} went back to the system"
+            if self.is_running and asleep
+            else ""
+            if self.is_running
+            else str(self._last_word()),
             num_requests=num_requests,
             num_prompt_tokens=num_prompt_tokens,
             **count(self.engine.scheduler).counters(),
@@ -134,7 +139,7 @@ class EngineThread:
 
     @property
     def _can_step(self) -> bool:
-        return self.engine.has_work and not self.is_paused
+        return self.engine.can_step and not self.is_paused
 
     def _take_commands(self) -> None:
         """Carry out what is queued; an idle engine waits for something."""

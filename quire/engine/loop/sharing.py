@@ -137,6 +137,8 @@ class Session:
         nothing, after one step."""
         with self._shared.held() as engine:
             if not self._ready and self._open:
+                if engine.asleep:
+                    raise EngineError("the engine is asleep; call wake_up() first")
                 if engine.is_closed:
                     raise EngineError("the engine was closed while requests were running")
                 if not engine.has_work:

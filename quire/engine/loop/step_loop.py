@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from quire.common.failures import log_failure
+from quire.common.residence import PARTS
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import CompanionError, StepPlan, StepResult, WorkResult
 from quire.core.request import FinishReason, Sequence, SequenceRecord
@@ -75,6 +76,9 @@ class StepLoop:
         self._digest_key = os.urandom(16) if digest_key is None else digest_key
         self.scheduler = self._new_scheduler()
         self.recorder: StepRecorder | None = None
+        self.asleep: tuple[str, ...] = ()
+        """Parts of the memory (`quire.common.residence`) that are the system's at the moment; while
+        there are any, no step is made."""
 
     def record_steps(self) -> None:
         """Keep the last steps to be looked at. Before the first step."""
@@ -88,6 +92,34 @@ class StepLoop:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self.scheduler.has_work
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something to compute, and it can be."""
+        return not self.asleep and self.scheduler.has_work
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`. Requests lose their blocks
+        and are computed again then. Does nothing where it sleeps. Raises NotAvailableError or
+        EngineError, and goes on.
+        """
+        if self.asleep:
+            return
+        if self.scheduler.admission.has_orders and not self.has_work:
+            self.advance()  # blocks that were published last are yet to be stored
+        self.loop.forget()
+        self.rewind()
+        self.scheduler.reset_prefix_cache()
+        self.executor.sleep(level)
+        self.asleep = PARTS
+
+    def wake_up(self, parts: tuple[str, ...] = PARTS) -> None:
+        """Bring parts of the memory back; steps are made once all are there. Raises a QuireError
+        where one cannot be, and sleeps on."""
+        for part in parts:
+            if part in self.asleep:
+                self.executor.wake((part,))
+                self.asleep = tuple(each for each in self.asleep if each != part)
 
     def advance(self) -> list[Progress]:
         """Go on until one step has been taken in. Never raises for a bug or a broken executor.
@@ -106,6 +138,8 @@ class StepLoop:
         to do. Never raises for a bug or a broken executor.
         """
         assert not self.has_work
+        if self.asleep:
+            return False
         if self.scheduler.flights or self.scheduler.admission.has_orders:
             self.advance()  # a step that was planned ahead for those who have ended, or orders
             return True
@@ -226,7 +260,7 @@ class StepLoop:
 
     def close(self) -> None:
         """End what computes, and free the memory. Idempotent."""
-        if not self.has_work and self.scheduler.admission.has_orders:
+        if not self.has_work and self.scheduler.admission.has_orders and not self.asleep:
             self.advance()
         self.loop.close()
         self.executor.close()

@@ -19,7 +19,7 @@ from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"
@@ -108,7 +108,22 @@ class InspectBlock(_TaggedMessage, frozen=True):
     step: int
 
 
-Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock
+class Sleep(_TaggedMessage, frozen=True):
+    """Give the memory of weights and KV cache back, between two steps."""
+
+    number: int
+    level: int
+
+
+class WakeUp(_TaggedMessage, frozen=True):
+    """Bring parts of the memory back."""
+
+    number: int
+    parts: tuple[str, ...]
+
+
+Command = Sleep | WakeUp
+Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock | Command
 
 
 class Ready(_TaggedMessage, frozen=True):
@@ -193,4 +208,15 @@ class InspectedBlock(_TaggedMessage, frozen=True):
     content: BlockContent | None
 
 
-Up = Ready | StartFailed | Heartbeat | StepDeltas | Refused | Inspected | InspectedBlock
+class Done(_TaggedMessage, frozen=True):
+    """A command was carried out, or could not be."""
+
+    number: int
+    asleep: tuple[str, ...]
+    """Parts of the memory that are the system's from now on."""
+    error: str | None = None
+    is_lasting: bool = False
+    """Whether this engine will never do it."""
+
+
+Up = Ready | StartFailed | Heartbeat | StepDeltas | Refused | Inspected | InspectedBlock | Done

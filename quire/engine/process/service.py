@@ -15,6 +15,8 @@ from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
     AddRequest,
+    Command,
+    Done,
     Down,
     Finish,
     Forget,
@@ -26,12 +28,14 @@ from quire.engine.process.messages import (
     Lists,
     Refused,
     ServeStats,
+    Sleep,
     Start,
     StepDeltas,
     TokenDelta,
+    WakeUp,
 )
 from quire.engine.process.shared_lists import with_lists
-from quire.errors import RequestError
+from quire.errors import NotAvailableError, QuireError, RequestError
 
 _MAX_UNSENT_BYTES = 8 << 20
 """A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
@@ -53,14 +57,14 @@ class Service:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.loop.has_work
+        """Whether there is something to compute, and it can be."""
+        return self.loop.can_step
 
     def serve_round(self, channel: Channel[Down]) -> None:
         """Serve one round: what the server says, then a step, then its results. Waits without a
         limit while there is nothing to do. Raises ChannelClosed, or ProtocolError."""
         if not self.has_work:
-            while not wait((channel,), (), 0.0) and self.loop.idle():
+            while not wait((channel,), (), 0.0) and not self.loop.has_work and self.loop.idle():
                 pass
             wait((channel,), (), None)
         for message in channel.receive():
@@ -93,12 +97,13 @@ class Service:
                     channel.send(self._failed(delta, reason))
 
     def handle(
-        self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock
-    ) -> Refused | Inspected | InspectedBlock | None:
+        self,
+        message: Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock | Command,
+    ) -> Refused | Inspected | InspectedBlock | Done | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, AddRequest):
             return self._add(message)
-        if isinstance(message, Inspect | InspectBlock):
+        if isinstance(message, Inspect | InspectBlock | Sleep | WakeUp):
             return answer(self.loop, message)
         if isinstance(message, Lists):
             self._lists[message.number] = message, frozenset(message.stop_token_ids)
@@ -180,8 +185,12 @@ class Service:
                 self._forget(request)
 
 
-def answer(loop: StepLoop, question: Inspect | InspectBlock) -> Inspected | InspectedBlock:
-    """Return what a loop that records its steps says of them."""
+def answer(
+    loop: StepLoop, question: Inspect | InspectBlock | Command
+) -> Inspected | InspectedBlock | Done:
+    """Carry out a command, or return what a loop that records its steps says of them."""
+    if isinstance(question, Sleep | WakeUp):
+        return _carry_out(loop, question)
     recorder = loop.recorder
     assert recorder is not None
     if isinstance(question, Inspect):
@@ -189,6 +198,18 @@ def answer(loop: StepLoop, question: Inspect | InspectBlock) -> Inspected | Insp
             question.number, recorder.inspect(question.engine, question.since, loop.now())
         )
     return InspectedBlock(question.number, recorder.content(question.block, question.step))
+
+
+def _carry_out(loop: StepLoop, command: Command) -> Done:
+    try:
+        if isinstance(command, Sleep):
+            loop.sleep(command.level)
+        else:
+            loop.wake_up(command.parts)
+    except QuireError as error:
+        is_lasting = isinstance(error, NotAvailableError)
+        return Done(command.number, loop.asleep, str(error), is_lasting)
+    return Done(command.number, loop.asleep)
 
 
 def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDelta:

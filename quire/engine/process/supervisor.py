@@ -27,11 +27,13 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
+    Done,
     Heartbeat,
     Inspected,
     InspectedBlock,
     Ready,
     Refused,
+    Sleep,
     StartFailed,
     StepDeltas,
     Up,
@@ -73,6 +75,9 @@ class Supervisor:
         """For the engine, as soon as it listens; those that it does not hear soon
         are forgotten by who asked."""
         self.show: Callable[[Seen], None] = lambda answer: None
+        self._asleep: tuple[str, ...] = ()
+        self._bedtime: Sleep | None = None
+        """What the engine was last told of sleeping; the next one is told, too."""
         self._has_failed = False
         self._is_closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -98,7 +103,9 @@ class Supervisor:
             return "failed"
         if self._process is None or not self.watch.is_loaded:
             return "restarting" if self.watch.num_restarts else "loading"
-        return "ready" if self.watch.complaint(time.monotonic()) is None else "stalled"
+        if self.watch.complaint(time.monotonic()) is not None:
+            return "stalled"
+        return "sleeping" if self._asleep else "ready"
 
     @property
     def engine_pid(self) -> int | None:
@@ -126,6 +133,8 @@ class Supervisor:
 
     def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
         watch, state, reason, now = self.watch, self.state, self.reason, time.monotonic()
+        if state == "sleeping":
+            reason = f"it sleeps: {' and '.join(self._asleep)} went back to the system"
         if state == "stalled":
             reason = watch.complaint(now) or "the engine shows no progress"
         heartbeat = watch.heartbeat
@@ -225,6 +234,8 @@ class Supervisor:
         channel = self._process.channel
         questions, self._questions = self._questions, []
         for question in questions:
+            if isinstance(question, Sleep):
+                self._bedtime = question
             channel.send(question)
         for message in self._journal.take_messages():
             channel.send(message)
@@ -265,6 +276,11 @@ class Supervisor:
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""
             logger.info("the engine is ready after %.2f s", message.load_s)
+            if self._asleep and self._bedtime is not None:
+                self._questions.insert(0, self._bedtime)
+        elif isinstance(message, Done):
+            self._asleep = message.asleep
+            self.show(message)
         elif isinstance(message, Inspected | InspectedBlock):
             self.show(message)
         elif isinstance(message, Refused):

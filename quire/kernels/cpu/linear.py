@@ -92,6 +92,11 @@ class CpuLinear:
         """Bytes of memory held."""
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `PackedLinear.tensors`."""
+        return (self.data,) if self.bias is None else (self.data, self.bias)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTable:

@@ -56,6 +56,11 @@ class PagedLinear:
         """Bytes of memory held, without what is in the pool."""
         return 0 if self.bias is None else self.bias.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `PackedLinear.tensors`; without what is in the pool."""
+        return () if self.bias is None else (self.bias,)
+
 
 class StoredWeight(NamedTuple):
     """Where a layer's experts begin in the file, and their checksums."""

@@ -28,6 +28,11 @@ class ReferenceLinear:
         """Bytes of memory held."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `PackedLinear.tensors`."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     def product(self, row: Tensor) -> Tensor:
         """float32 [K] -> float32 [N]"""
         return torch.mv(self.weight.float(), row)
@@ -45,8 +50,13 @@ class ReferenceQuantizedLinear:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory held."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `PackedLinear.tensors`."""
         held = (self.weight.values, self.weight.scales, self.weight.offsets, self.bias)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return tuple(tensor for tensor in held if tensor is not None)
 
     def product(self, row: Tensor) -> Tensor:
         """float32 [K] -> float32 [N]"""

@@ -104,11 +104,13 @@ class IntegerLinear:
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory."""
-        return sum(
-            each.nbytes
-            for each in (self.values, self.scales, self.offsets, self.bias)
-            if each is not None
-        )
+        return sum(each.nbytes for each in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `PackedLinear.tensors`."""
+        held = (self.values, self.scales, self.offsets, self.bias)
+        return tuple(each for each in held if each is not None)
 
 
 def pack_quantized(

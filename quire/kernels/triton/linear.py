@@ -67,6 +67,11 @@ class FloatLinear:
         """Bytes of device memory."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `PackedLinear.tensors`."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
 
 def split_inputs(
     num_outputs: int,

@@ -280,6 +280,33 @@ def test_leaving_and_aborting_free_the_engine_in_every_phase(make_client: MakeCl
     _run(scenario)
 
 
+def test_an_engine_that_is_lost_while_it_sleeps_is_replaced_by_one_that_sleeps(
+    make_client: MakeClient,
+) -> None:
+    async def scenario() -> None:
+        async with make_client() as client:
+            expected = await _answer(client, _request("calm", max_tokens=30))
+            stream = await _generate(client, _request("calm/begun", SLOW_TOKEN, max_tokens=30))
+            await anext(stream)
+            await client.sleep(2)
+            assert _state(client) == "sleeping" and not client.status().is_ready
+            waiting = asyncio.create_task(_answer(client, _request("calm", max_tokens=30)))
+            num_steps = client.status().num_steps
+            pid = _pid(client)
+            os.kill(pid, signal.SIGKILL)
+            await _until(lambda: _state(client) == "sleeping" and _pid(client) != pid)
+            await client.sleep()  # answered once the new engine has been told before
+            assert client.status().num_steps in (0, num_steps) and not waiting.done()
+            await client.wake_up(["kv_cache"])
+            assert _state(client) == "sleeping"
+            await client.wake_up()
+            await _until(lambda: client.status().is_ready)
+            assert await waiting == expected
+            assert [output async for output in stream][-1].finished
+
+    _run(scenario)
+
+
 def test_a_slow_reader_costs_one_output_and_loses_nothing(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client() as client:

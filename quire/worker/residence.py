@@ -1,0 +1,211 @@
+"""Where a worker's weights and KV cache are: in memory, or, while the engine sleeps, given back to
+the system.
+
+Owns which parts are gone, and the file that keeps weights meanwhile. Addresses stay: pages are
+discarded under the tensors and filled again in place, so that nothing which points to a weight
+learns of it. The KV cache's content is lost; that it counts as cached no more is the control
+plane's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.common.numbers import format_bytes
+from quire.common.pages import discard
+from quire.common.residence import KV_CACHE, PARTS, WEIGHTS
+from quire.errors import CheckpointError, EngineError, NotAvailableError
+from quire.worker.memory import KVMemory
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 32 << 20
+"""Of a transfer between file and memory: some milliseconds each, so that threads share the work."""
+
+
+class Residence(Protocol):
+    """Memory that may go and return. No step is in flight when it does."""
+
+    def sleep(self, level: int) -> None:
+        """Give everything back, the weights kept in a file (1) or discarded (2). Raises
+        NotAvailableError where that cannot be, EngineError where a file cannot be written; then
+        everything is as it was."""
+        ...
+
+    def wake(self, parts: Iterable[str]) -> None:
+        """Bring some of `PARTS` back. Raises CheckpointError or EngineError where weights cannot
+        be: they are still gone then."""
+        ...
+
+
+class Fixed:
+    """Memory that stays. Implements `Residence`."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def sleep(self, level: int) -> None:
+        """Raise NotAvailableError."""
+        raise NotAvailableError(f"sleep: {self._reason}")
+
+    def wake(self, parts: Iterable[str]) -> None:
+        """Do nothing: all is there."""
+
+
+class _Extent(NamedTuple):
+    """Memory of a tensor."""
+
+    address: int
+    num_bytes: int
+
+
+class Returnable:
+    """Host memory of weights and of a KV cache. Implements `Residence`."""
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        memory: KVMemory,
+        reload: Callable[[], Sequence[Tensor]] | None,
+        folder: Path | None,
+        num_threads: int,
+        *,
+        is_populated: bool = False,
+    ) -> None:
+        """`reload` loads the weights anew, in the same order and form; None where that cannot be.
+        Files are made in `folder`, by default the system's for temporary ones. A cache that
+        `is_populated` is resident as a whole when it returns."""
+        self._weights, self._memory, self._reload = weights, memory, reload
+        self._folder, self._num_threads, self._is_populated = folder, num_threads, is_populated
+        self._file: int | None = None
+        """Descriptor of a file without a name that has the weights as they are."""
+        self._gone: set[str] = set()
+
+    def sleep(self, level: int) -> None:
+        """See `Residence.sleep`."""
+        assert not self._gone, "it sleeps already"
+        if level == 2 and self._reload is None:
+            raise NotAvailableError(
+                "sleep: level 2 discards weights, and those beside the decoder (images, vectors, "
+                "drafts) could not be loaded again; take level 1"
+            )
+        if level == 1:
+            self._write()
+        num_bytes = sum(discard(*each) for each in self._extents(self._weights))
+        num_bytes += sum(discard(*each) for each in self._extents(self._memory.tensors))
+        self._gone = set(PARTS)
+        if level == 2:
+            self.close()
+        logger.info("asleep: %s went back to the system", format_bytes(num_bytes))
+
+    def wake(self, parts: Iterable[str]) -> None:
+        """See `Residence.wake`."""
+        for part in self._gone.intersection(parts):
+            if part == WEIGHTS:
+                self._restore()
+            elif part == KV_CACHE and self._is_populated:
+                self._memory.populate(self._num_threads)
+            self._gone.discard(part)
+
+    def close(self) -> None:
+        """Forget the file. Idempotent."""
+        descriptor, self._file = self._file, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    @staticmethod
+    def _extents(tensors: Iterable[Tensor]) -> list[_Extent]:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return list({_Extent(each.data_ptr(), each.nbytes()): None for each in storages})
+
+    def _write(self) -> None:
+        """Keep the weights in a file, unless an earlier sleep has."""
+        if self._file is not None:
+            return
+        folder = self._folder if self._folder is not None else Path(tempfile.gettempdir())
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=folder, prefix="asleep-")
+            os.unlink(name)
+        except OSError as error:
+            raise self._unwritten(folder, error) from error
+        try:
+            self._transfer(descriptor, os.pwritev)
+        except OSError as error:
+            os.close(descriptor)
+            raise self._unwritten(folder, error) from error
+        self._file = descriptor
+
+    @staticmethod
+    def _unwritten(folder: Path, error: OSError) -> EngineError:
+        return EngineError(
+            f"sleep: the weights cannot be kept in {folder}: {error.strerror}; make room, choose "
+            "another folder (weights_cache, else TMPDIR), or take level 2"
+        )
+
+    def _restore(self) -> None:
+        if self._file is None:
+            self._load()
+            return
+        try:
+            self._transfer(self._file, os.preadv)
+        except OSError as error:
+            raise EngineError(f"the weights cannot be read back: {error.strerror}") from error
+
+    def _load(self) -> None:
+        """Copy weights that are loaded anew to where they were, each let go at once."""
+        assert self._reload is not None
+        fresh = self._reload()
+        copy_over(self._weights, fresh)
+
+    def _transfer(self, descriptor: int, move: Callable[[int, list[memoryview], int], int]) -> None:
+        """Move all weights from or to a file, in several threads. Raises OSError."""
+        pieces, offset = list[tuple[memoryview, int]](), 0
+        for address, num_bytes in self._extents(self._weights):
+            memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+            for start in range(0, num_bytes, _CHUNK_BYTES):
+                pieces.append((memory[start : start + _CHUNK_BYTES], offset + start))
+            offset += num_bytes
+
+        def move_all(piece: tuple[memoryview, int]) -> None:
+            part, place = piece
+            while part:
+                count = move(descriptor, [part], place)
+                if not count:
+                    raise OSError(0, "the file is shorter than what was written")
+                part, place = part[count:], place + count
+
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            for _ in threads.map(move_all, pieces):
+                pass
+
+
+def copy_over(weights: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
+    """Give weights the values of others, of the same shapes in the same order, whose memory goes
+    back to the system meanwhile. Raises CheckpointError, and changes nothing, for any others."""
+    shapes = [[(each.shape, each.dtype) for each in tensors] for tensors in (weights, fresh)]
+    if shapes[0] != shapes[1]:
+        raise CheckpointError(
+            "the weights do not have the form of those in memory: they would be packed or "
+            "quantized otherwise; build another engine of them"
+        )
+    with torch.inference_mode():
+        for old, new in zip(weights, fresh, strict=True):
+            old.copy_(new)
+            with contextlib.suppress(OSError):  # what is not given back now is when it is dropped
+                storage = new.untyped_storage()
+                discard(storage.data_ptr(), storage.nbytes())
