@@ -132,6 +132,7 @@ COMPILED = {"_native"}
 # R7. Features come in by protocols; what every step goes through names none of them.
 MIDDLE: dict[str, set[str]] = {
     "quire.core.scheduler.scheduler": set(),
+    "quire.core.scheduler.step_planner": set(),
     "quire.core.scheduler.admission": set(),
     "quire.core.scheduler.plan_builder": set(),
     "quire.worker.worker": set(),

@@ -11,7 +11,6 @@ from random import Random
 
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import Sequence
-from quire.core.scheduler.preemption import assess
 from quire.core.scheduler.scheduler import Scheduler
 from quire.executor.null import NullExecutor
 from quire.sim.scenario import Faults
@@ -19,7 +18,7 @@ from quire.sim.scenario import Faults
 
 def force_preemption(scheduler: Scheduler, sequence: Sequence) -> None:
     """Preempt a running sequence between two steps, needed or not."""
-    scheduler._preempt(assess(sequence, None, scheduler.manager))
+    scheduler.planner.preempt(sequence)
 
 
 class FaultInjector:

@@ -18,7 +18,6 @@ from quire.core.plan import StepPlan, TokenLogprobs
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.audit import audit, audit_plan
-from quire.core.scheduler.preemption import Preemption
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.core.scheduler.tiers import MAX_LIST_S, MAX_READ_S
 from quire.core.speculation.speculator import Speculator
@@ -57,18 +56,6 @@ def _colliding_digest(parent: bytes, content: bytes) -> bytes:
     return bytes([sum(parent + content) % 4]) * 16
 
 
-class _WatchedScheduler(Scheduler):
-    """The real scheduler, watched for its promise about preemption."""
-
-    def _preempt(self, preemption: Preemption | None) -> None:
-        if preemption is not None and preemption.beneficiary is not None:
-            victim = preemption.victim
-            assert victim.has_progressed, (
-                f"{victim.name} is preempted again without having gained a token"
-            )
-        super()._preempt(preemption)
-
-
 class Simulation:
     """A scenario in progress. With `is_overlapped`,
     each step is planned before the outcome of the one before it is known."""
@@ -85,7 +72,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.oracle = Oracle(scenario.seed, VOCAB_SIZE, scenario.limits.windows)
-        self.scheduler = _WatchedScheduler(
+        self.scheduler = Scheduler(
             scenario.limits,
             pace=None if scenario.pace is None else scenario.pace.build(),
             look_ahead=None if draft_chance is None else self._speculator(draft_chance),

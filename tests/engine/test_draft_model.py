@@ -16,7 +16,6 @@ from guesses import by_model, draft_all, model_drafts
 
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
-from quire.core.scheduler.preemption import assess
 from quire.engine.assembly.preparation import plan_engine
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError, ModelNotFoundError, NotAvailableError
@@ -66,7 +65,7 @@ def test_the_targets_own_weights_draft_what_it_says(
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if rng.random() < 0.05:
-                scheduler._preempt(assess(sequence, None, scheduler.manager))
+                scheduler.planner.preempt(sequence)
 
     found = [_run(engine), _run(engine), _run(engine, preempt)]
     plain = make_engine(**circumstances)

@@ -27,7 +27,6 @@ from quire.common.kv_formats import KV_FORMATS
 from quire.common.seeds import derive_seed
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams, ThinkTags
-from quire.core.scheduler.preemption import assess
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.async_llm import AsyncLLM
 from quire.engine.front.outputs import RequestOutput
@@ -616,7 +615,7 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if sequence.num_output_tokens in victims[sequence.request.request_id]:
-                scheduler._preempt(assess(sequence, None, scheduler.manager))
+                scheduler.planner.preempt(sequence)
 
     outputs = run_all(engine, after_step=preempt)
     longest = max(len(tokens) for tokens, *_ in calm[:3])

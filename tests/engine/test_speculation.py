@@ -17,7 +17,6 @@ from relay import Relay
 from quire.config.engine import EngineConfig
 from quire.core.drafts import FORCED
 from quire.core.params import SamplingParams, ThinkTags
-from quire.core.scheduler.preemption import assess
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory
 from quire.core.speculation.speculator import Speculator
 from quire.core.speculation.standing import StandingOrders
@@ -229,7 +228,7 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if rng.random() < 0.15:
-                scheduler._preempt(assess(sequence, None, scheduler.manager))
+                scheduler.planner.preempt(sequence)
 
     assert _answers(engine, preempt) == plain
     assert engine.scheduler.stats.num_preemptions > 8
@@ -288,7 +287,7 @@ def test_forced_tokens_alone_change_no_bit(
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if circumstances == "preempted" and rng.random() < 0.1:
-                scheduler._preempt(assess(sequence, None, scheduler.manager))
+                scheduler.planner.preempt(sequence)
 
     assert _answers(engine, preempt) == plain
     stats = engine.scheduler.stats

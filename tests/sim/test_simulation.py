@@ -211,7 +211,7 @@ def _wrong_block_in_the_plan(scheduler: Scheduler) -> None:
         )
 
     scheduler.manager.extend = swapped  # type: ignore[method-assign,assignment]
-    add = scheduler._builder.add
+    add = scheduler.planner.builder.add
 
     def add_hiding_the_table(sequence: Any, count: int, change: Any) -> None:
         if not sequence.is_resident and len(sequence.table.blocks) > 1:
@@ -222,7 +222,7 @@ def _wrong_block_in_the_plan(scheduler: Scheduler) -> None:
         else:
             add(sequence, count, change)
 
-    scheduler._builder.add = add_hiding_the_table  # type: ignore[method-assign]
+    scheduler.planner.builder.add = add_hiding_the_table  # type: ignore[method-assign]
 
 
 def _published_before_computed(scheduler: Scheduler) -> None:
@@ -282,7 +282,7 @@ def _digests_believed(scheduler: Scheduler) -> None:
 
 
 def _merged_without_telling_the_worker(scheduler: Scheduler) -> None:
-    scheduler._builder.replace_block = lambda row, entry, block: None  # type: ignore[method-assign]
+    scheduler.planner.builder.replace_block = lambda row, entry, block: None  # type: ignore[method-assign]
 
 
 def _forks_with_the_parents_seed(scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler: decides what each step computes, and takes in what came of it.
+"""The scheduler: has each step planned by a `StepPlanner`, and takes in what came of it.
 
 One rule, no phases: a sequence has known tokens and computed tokens, and a step computes some of
 the gap. New prompts, chunks of long ones, decodes, prefix hits, resumption after preemption and
@@ -14,17 +14,11 @@ by then; a sequence that turns out to have ended has had a step too many, whose 
 Steps are computed in the order in which they were planned, so what a step gives up the next may use
 at once. What was published, shared or released rests on outcomes that have been taken in, never on
 expected ones.
-
-Order within a step: sequences one token behind (decodes) first, each in the order of service; then
-larger gaps of admitted sequences; then admissions, strictly in order, until tokens, rows or blocks
-run out. The last two change places where chunked prefill is off, because a whole prompt would
-otherwise never find room beside the decodes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -32,20 +26,16 @@ from quire.common.failures import log_failure
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
-from quire.core.kvcache.prefix import NO_BLOCK
-from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.core.scheduler.admission import Admission
-from quire.core.scheduler.flight import Flight
-from quire.core.scheduler.look_ahead import LookAhead, OpenStep
+from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
-from quire.core.scheduler.plan_builder import PlanBuilder
-from quire.core.scheduler.preemption import Preemption, assess, choose_victim
 from quire.core.scheduler.prerequisites import Prerequisite
-from quire.core.scheduler.prompts import PromptRoom
 from quire.core.scheduler.resources import KVBlocks, Resource
 from quire.core.scheduler.stats import SchedulerStats
+from quire.core.scheduler.step_planner import StepPlanner
 from quire.core.strategies import strategy_of
 from quire.errors import InvalidParameterError
 
@@ -53,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Looking a member up in an enum's class costs ten times as much as a global name (0.3 us), and a
 # step does it per sequence.
-_WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
-_PARKED, _FINISHED = SequenceStatus.PARKED, SequenceStatus.FINISHED
+_RUNNING, _PARKED = SequenceStatus.RUNNING, SequenceStatus.PARKED
+_FINISHED = SequenceStatus.FINISHED
 
 _FROM_THE_START = (ResumedSequence(0, ()),)
 
@@ -65,11 +55,6 @@ class Progress(NamedTuple):
     sequence: Sequence
     token_id: int | None
     logprobs: TokenLogprobs | None
-
-
-def _is_behind(sequence: Sequence) -> bool:
-    """Return whether it has more to compute than the token that it decodes from."""
-    return len(sequence.token_ids) - sequence.num_planned > 1 or sequence.num_reserved > 0
 
 
 class Scheduler:
@@ -88,9 +73,7 @@ class Scheduler:
     ) -> None:
         """`resources` are scarce things besides rows and blocks;
         of each of `prerequisites` the worker has the other half."""
-        self.limits = limits
-        self.pace = pace
-        self.look_ahead = look_ahead
+        self.limits, self.pace, self.look_ahead = limits, pace, look_ahead
         self.manager = KVCacheManager(
             limits.num_blocks,
             limits.block_size,
@@ -109,13 +92,10 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.stats = SchedulerStats()
         self._num_arrivals = 0
-        self._step_id = 0
-        self._builder = PlanBuilder()
-        is_bound = pace is not None and pace.is_bounding and limits.enable_chunked_prefill
-        self._prompts = PromptRoom(limits, self._builder, pace if is_bound else None)
-        self._planned: list[Sequence] = []
-        self.flights: deque[Flight] = deque()
-        """Steps in flight, the oldest first: one, or two where steps are planned ahead."""
+        self.planner = StepPlanner(
+            limits, self.blocks, self.admission, self.stats, pace, look_ahead
+        )
+        self.flights = self.planner.flights
         self._progress: list[Progress] = []
         self._now = 0.0
 
@@ -134,7 +114,7 @@ class Scheduler:
         )
         request = Request(spec, strategy_of(spec, is_forked=bool(resumed)), resumed)
         self._num_arrivals += 1
-        request.arrival, request.arrival_step = self._num_arrivals, self._step_id
+        request.arrival, request.arrival_step = self._num_arrivals, self.planner.step_id
         if request.scoring is not None:
             request.prompt_logprobs.append(None)
         self.requests[spec.request_id] = request
@@ -193,7 +173,7 @@ class Scheduler:
         """Take everyone's rows and blocks away, to be computed again:
         the worker's state is not to be trusted."""
         for sequence in self.running.copy():
-            self._preempt(assess(sequence, None, self.manager))
+            self.planner.preempt(sequence)
 
     def lose_flights(self) -> None:
         """Preempt everyone and forget the steps in flight, which will never be taken in."""
@@ -219,8 +199,9 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step, with none in flight."""
         assert not self.flights, "schedule() before the previous step's update()"
-        self._decide(now)
-        return self._close()
+        self._now = now
+        self.planner.decide(now)
+        return self.planner.close()
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
         """Decide the step after the one in flight; None where everyone has to
@@ -228,53 +209,8 @@ class Scheduler:
         assert len(self.flights) == 1, f"a step is planned ahead with {len(self.flights)} in flight"
         if self.look_ahead is not None and self.look_ahead.needs_tokens:
             return None
-        self._decide(now)
-        if self._builder.work:
-            return self._close()
-        self._step_id -= 1
-        return None
-
-    def _decide(self, now: float) -> None:
-        """Fill the builder with the next step's work."""
         self._now = now
-        self._step_id += 1
-        self._builder.open(self.limits.max_num_batched_tokens)
-        self._make_room_for_urgent()
-        if self.limits.enable_chunked_prefill:
-            self._schedule_prompts(self._schedule_decodes())
-        else:
-            self._schedule_prompts(self.running)
-            self._schedule_decodes()
-        if not self._builder.work and not self.flights:
-            self._break_stall()
-        look_ahead = self.look_ahead
-        if (
-            look_ahead is not None
-            and self._builder.work
-            and (self._step_id >= look_ahead.wakes or self._builder.has_entered)
-        ):
-            step = OpenStep(
-                self._step_id, self.limits, self._builder, self.blocks, self._planned,
-                len(self.running),
-            )  # fmt: skip
-            look_ahead.extend(step)
-
-    def _close(self) -> StepPlan:
-        """Return the plan for what was decided; it is in flight from now on."""
-        self._builder.copies.extend(self.blocks.take_copies())
-        orders = self.admission.take_orders(self._now)
-        if self.look_ahead is not None:
-            orders |= self.look_ahead.take_orders()
-        plan = self._builder.close(self._step_id, orders)
-        planned, self._planned = self._planned, []
-        pace = self.pace
-        is_measured = pace is not None and pace.measures
-        forecast = pace.forecast(plan.work) if pace is not None and is_measured else None
-        self.flights.append(Flight(self._step_id, planned, forecast))
-        self.waiting.charge(zip(planned, plan.work, strict=True))
-        num_tokens = self.limits.max_num_batched_tokens - self._builder.num_tokens_left
-        self.stats.count_plan(num_tokens, len(self.running), self.manager)
-        return plan
+        return self.planner.close() if self.planner.decide(now) else None
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take in what came of the oldest step in flight; returns what happened,
@@ -389,7 +325,7 @@ class Scheduler:
         if logprobs is not None:
             sequence.cumulative_logprob += logprobs.logprob
         if not is_on_worker and sequence.is_resident:
-            self._builder.append_token(sequence.row, token_id)
+            self.planner.builder.append_token(sequence.row, token_id)
         request = sequence.request
         if request.metrics.first_token_s is None:
             request.metrics.first_token_s = self._now
@@ -435,7 +371,7 @@ class Scheduler:
         """End a sequence and free what it holds; its request ends with its last sequence."""
         if sequence.status is _FINISHED:
             return
-        self._leave(sequence)
+        self.planner.leave(sequence)
         sequence.status = _FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if self.look_ahead is not None:
@@ -447,185 +383,6 @@ class Scheduler:
             self.requests.pop(request.request_id, None)
             self.waiting.departed(request)
             self.stats.count_finished(request)
-
-    # -- scheduling
-    # ----------------------------------------------------------------------------------------------
-
-    def _schedule_decodes(self) -> list[Sequence]:
-        """Plan everyone who is one token behind; returns those found further behind.
-
-        With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a
-        few operations each.
-        """
-        builder, behind, planned = self._builder, list[Sequence](), set(self._planned)
-        work, add_planned, num_plain = builder.work, self._planned.append, 0
-        max_work = len(work) + builder.num_tokens_left
-        # growing may preempt others, which then leave the fast path
-        for sequence in self.running.copy():
-            if len(work) >= max_work:
-                break
-            start = sequence.num_planned
-            if start < sequence.fast_plan_end:
-                num_plain += 1
-                sequence.table.num_filled = sequence.num_planned = start + 1
-                # half the price of a call
-                work.append(tuple.__new__(RowWork, (sequence.row, start, 1, ONE_SAMPLE)))
-                add_planned(sequence)
-            elif len(sequence.token_ids) - start > 1 or sequence.num_reserved:
-                behind.append(sequence)
-            elif sequence.gap == 1 and sequence.row >= 0 and sequence not in planned:
-                self._schedule_decode(sequence)
-        builder.num_tokens_left -= num_plain
-        self.manager.num_unused_slots -= num_plain
-        return behind
-
-    def _schedule_decode(self, sequence: Sequence) -> None:
-        request, start = sequence.request, sequence.num_planned
-        if sequence.is_resident and self.manager.fill_slot(sequence.table, start):
-            self._builder.add_decode(sequence)
-            self._planned.append(sequence)
-        else:
-            self._grow(sequence)
-        table, num_prompt = sequence.table, len(request.prompt_token_ids)
-        is_planned = table.num_filled == start + 1  # it may have been preempted, or have to stall
-        if (
-            is_planned
-            and start >= num_prompt
-            and request.strategy.is_plain
-            and self.manager.is_own(table, start)
-        ):
-            num_slots = self.manager.num_places(table) * self.limits.block_size
-            sequence.fast_plan_end = min(num_slots, num_prompt + request.max_tokens - 1)
-
-    def _grow(self, sequence: Sequence) -> None:
-        """Give a decode a new block for its next token, preempting another sequence if need be.
-
-        Where it must not be preempted itself, it stalls until a protected prefill has made
-        progress.
-        """
-        start = sequence.num_planned
-        if self.manager.has_windows:
-            self._give_back(sequence)
-        while True:
-            num_needed = self.manager.num_needed(sequence.table, start, start + 1)
-            if num_needed <= self.blocks.num_available:
-                self._plan(sequence, 1)
-                return
-            place = self.running.index(sequence)
-            planned = set(self._planned)
-            others = [s for s in self.running[place + 1 :] if s not in planned]
-            preemption = choose_victim(others, sequence, self.manager)
-            if preemption is None:
-                if not any(not s.has_progressed for s in self.running):
-                    self._preempt(choose_victim([sequence], None, self.manager))
-                return
-            self._preempt(preemption)
-
-    def _schedule_prompts(self, behind: list[Sequence]) -> None:
-        """Give prompts their share of the step: those of admitted sequences,
-        then of those that can be admitted."""
-        if not behind and not self.waiting:
-            return
-        context_len = behind[0].num_planned if behind else 0
-        self._prompts.open(self._builder.work, self._queued_len(behind), context_len)
-        if self.limits.max_num_partial_prefills > 1:
-            self._prompts.serve_short()
-            self._schedule_chunks(behind)
-            self._admit()
-            self._prompts.serve_long()
-            behind = list(filter(_is_behind, self.running))
-        self._schedule_chunks(behind)
-        self._admit()
-
-    def _queued_len(self, behind: list[Sequence]) -> int:
-        """Length of the prompt that waits behind the one to be served first; 0 where none does."""
-        if len(behind) > 1:
-            return len(behind[1].token_ids)
-        head = self.waiting.head() if behind or len(self.waiting) > 1 else None
-        return 0 if head is None else len(head.token_ids)
-
-    def _schedule_chunks(self, sequences: list[Sequence]) -> None:
-        planned = set(self._planned)
-        for sequence in self.waiting.in_order(sequences):
-            self._admit(before=sequence)
-            if self._builder.num_tokens_left == 0:
-                break
-            if (
-                _is_behind(sequence)
-                and sequence.gap
-                and sequence.row >= 0
-                and sequence not in planned
-            ):
-                self._plan_chunk(sequence)
-
-    def _plan_chunk(self, sequence: Sequence) -> None:
-        count = self._prompts.take(sequence.num_planned, sequence.gap)
-        if count:
-            metrics = sequence.request.metrics
-            if metrics.first_scheduled_s is None:
-                metrics.first_scheduled_s = self._now
-                metrics.num_waited_steps = self._step_id - 1 - sequence.request.arrival_step
-            metrics.num_prefill_chunks += 1
-            if self.manager.has_windows:
-                self._give_back(sequence)
-            self._plan(sequence, count)
-
-    def _plan(self, sequence: Sequence, count: int) -> None:
-        """Put `count` tokens of a sequence into the step;
-        the blocks they need are known to be there."""
-        start = sequence.num_planned
-        change = self.manager.extend(sequence.table, start, start + count)
-        if sequence.num_reserved:
-            self.blocks.settle(sequence)
-        self._builder.add(sequence, count, change)
-        self._planned.append(sequence)
-
-    def _admit(self, before: Sequence | None = None) -> None:
-        """Admit waiting sequences that can run; only those that precede an admitted sequence,
-        if one is given."""
-        if self._builder.num_preempted:
-            # memory is short: a sequence preempted in this step would only be let in at the cost
-            # of another one
-            return
-        while self._prompts.has_room:
-            sequence = self.admission.admit_next(self._builder.num_tokens_left, before)
-            if sequence is None:
-                return
-            self._plan_chunk(sequence)
-
-    def _make_room_for_urgent(self) -> None:
-        """Preempt running sequences that the policy puts behind a waiting one."""
-        while (preemption := self.admission.displacement()) is not None:
-            self._preempt(preemption)
-            self._builder.num_preempted -= 1  # the head is to be admitted in this very step
-
-    def _break_stall(self) -> None:
-        """Preempt where nothing can run though sequences wait:
-        siblings that wait for one of them hold the memory it needs."""
-        while not self._builder.work and len(self.waiting) and self.running:
-            preemption = choose_victim(self.running[-1:], None, self.manager)
-            if preemption is None:
-                return
-            self._preempt(preemption)
-            self._builder.num_preempted = 0
-            self._admit()
-
-    def _preempt(self, preemption: Preemption | None) -> None:
-        assert preemption is not None
-        victim = preemption.victim
-        logger.info("%s", preemption.reason())
-        is_waiting_for_siblings = victim.num_computed == len(victim.token_ids)
-        self._leave(victim)
-        victim.request.metrics.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        self.stats.num_recompute_tokens += preemption.num_recomputed_tokens
-        self._builder.num_preempted += 1
-        if is_waiting_for_siblings:
-            self.admission.set_aside(victim)
-        else:
-            victim.status = _WAITING
-            victim.waits_for = preemption.reason()
-            self.waiting.push(victim)
 
     # -- bookkeeping
     # ----------------------------------------------------------------------------------------------
@@ -649,31 +406,12 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         first = sequence.table.num_chained
+        blocks, builder = sequence.table.blocks, self.planner.builder
         for place in self.blocks.publish(sequence):
             if sequence.is_resident:
-                self._builder.replace_block(sequence.row, place, sequence.table.blocks[place])
+                builder.replace_block(sequence.row, place, blocks[place])
         if sequence.keys is not None:
             self.admission.published(sequence, first)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        """Take back the blocks that nothing reads any more from a sequence that is about to grow.
-
-        Steps in flight may still read them: what is planned from now on is computed later.
-        """
-        for entry in self.manager.give_back(sequence.table, sequence.num_computed):
-            if sequence.is_resident:
-                self._builder.replace_block(sequence.row, entry, NO_BLOCK)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of wherever it is, with everything it holds."""
-        sequence.fast_plan_end = sequence.fast_update_end = 0
-        if sequence.num_planned > sequence.num_computed:
-            for flight in self.flights:
-                flight.gone.add(sequence)
-        if sequence.is_resident:
-            self._builder.remove_row(sequence.row)
-            sequence.is_resident = False
-        self.admission.leave(sequence)
 
     def _end_request(self, request_id: str, reason: FinishReason) -> Request | None:
         request = self.requests.get(request_id)

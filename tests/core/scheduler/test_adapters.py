@@ -10,7 +10,6 @@ from quire.core.plan import Record, RowSampling, StepPlan
 from quire.core.request import FinishReason
 from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.adapters import MAX_LOAD_S, PATIENCE_S, LoadedAdapters
-from quire.core.scheduler.preemption import assess
 from quire.core.scheduler.scheduler import Scheduler
 from quire.executor.null import NullExecutor
 
@@ -226,7 +225,7 @@ def test_what_has_begun_goes_on_beside_its_sibling_though_others_wait() -> None:
     engine.step(PATIENCE_S)
     engine.step(PATIENCE_S)
     scheduler = engine.scheduler
-    scheduler._preempt(assess(scheduler.running[-1], None, scheduler.manager))
+    scheduler.planner.preempt(scheduler.running[-1])
     assert engine.step() == ["pair", "pair"]
     engine.run()
     assert engine.ended["pair"] < engine.ended["other"]

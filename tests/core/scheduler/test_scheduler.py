@@ -393,7 +393,7 @@ def test_nobody_is_preempted_twice_without_a_token_in_between(
     run = harness(num_blocks=6, block_size=2, max_num_batched_tokens=8)
     requests = [run.add(f"r{number}", 3, max_tokens=9) for number in range(5)]
     lengths: dict[Any, int] = {}
-    preempt = run.scheduler._preempt
+    preempt = run.scheduler.planner._preempt
 
     def watch(preemption: Any) -> None:
         victim = preemption.victim
@@ -401,7 +401,7 @@ def test_nobody_is_preempted_twice_without_a_token_in_between(
         lengths[victim] = len(victim.token_ids)
         preempt(preemption)
 
-    monkeypatch.setattr(run.scheduler, "_preempt", watch)
+    monkeypatch.setattr(run.scheduler.planner, "_preempt", watch)
     run.run()
     assert lengths, "the pool was too large for this test"
     for request in requests:
