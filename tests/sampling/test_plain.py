@@ -13,7 +13,7 @@ from quire.kernels import load
 from quire.kernels.sampling import SamplingKernels
 from quire.sampling import SampledRow, Sampler, select_sampling
 from quire.sampling.plain import choose_plain, is_plain
-from quire.sampling.presampled import greedy_results
+from quire.worker.outlets.tokens import greedy_results
 
 NOT_PLAIN: list[dict[str, Any]] = [
     {"num_logprobs": 0},

@@ -12,17 +12,26 @@ the same errors:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 from torch import Tensor
 
-from quire.core.plan import Candidates, RowSampling, RowWork, Sample, Task, Verify, WorkResult
+from quire.core.plan import (
+    NOT_FINITE,
+    Candidates,
+    RowSampling,
+    RowWork,
+    Sample,
+    Task,
+    Verify,
+    WorkResult,
+)
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
 from quire.sampling.plain import choose_plain, draws_of, has_filters, is_plain
-from quire.sampling.presampled import drawn_results, greedy_results
 from quire.worker.outlets.interface import TaskBatch, Unread
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
@@ -147,6 +156,38 @@ class TokenOutlet:
             num_candidates=task.count if isinstance(task, Candidates) else 0,
             row=work.row,
         )
+
+
+def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:
+    """Return what `Sampler.sample` gives for plain greedy rows: their tokens int64 [R], and their
+    largest logits [R]."""
+    token_ids, max_logits = best
+    return [
+        WorkResult((token_id,) * num_samples)
+        if math.isfinite(max_logit)
+        else WorkResult(error=NOT_FINITE)
+        for token_id, max_logit, num_samples in zip(
+            token_ids.tolist(), max_logits.tolist(), nums_samples, strict=True
+        )
+    ]
+
+
+def drawn_results(
+    found: tuple[Tensor, Tensor, Tensor], rows: Sequence[SampledRow]
+) -> list[WorkResult]:
+    """Return the same where some rows are drawn from: those tokens, int64 [n],
+    are in the order of `quire.sampling.plain.draws_of`."""
+    best_ids, max_logits, drawn = (each.tolist() for each in found)
+    tokens, results = iter(drawn), []
+    for row, best_id, max_logit in zip(rows, best_ids, max_logits, strict=True):
+        count = row.num_samples
+        chosen = (
+            (best_id,) * count if row.sampling.temperature == 0.0 else tuple(islice(tokens, count))
+        )
+        results.append(
+            WorkResult(chosen) if math.isfinite(max_logit) else WorkResult(error=NOT_FINITE)
+        )
+    return results
 
 
 def _run(token_ids: Sequence[int], found: Sequence[WorkResult]) -> WorkResult:

@@ -20,7 +20,7 @@ from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import Filters, SamplingKernels, ScaledRows
 from quire.sampling import SampledRow, Sampler, select_sampling
 from quire.sampling.plain import choose_plain
-from quire.sampling.presampled import greedy_results
+from quire.worker.outlets.tokens import greedy_results
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)

@@ -11,7 +11,7 @@ from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import ScaledRows
 from quire.sampling import SampledRow, Sampler
 from quire.sampling.plain import draws_of
-from quire.sampling.presampled import drawn_results, greedy_results
+from quire.worker.outlets.tokens import drawn_results, greedy_results
 
 GREEDY = RowSampling(temperature=0.0)
 
