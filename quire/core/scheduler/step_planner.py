@@ -185,7 +185,8 @@ class StepPlanner:
         if not behind and not self.waiting:
             return
         context_len = behind[0].num_planned if behind else 0
-        self._prompts.open(self.builder.work, self._queued_len(behind), context_len)
+        longest_gap = max((sequence.gap for sequence in behind), default=0)
+        self._prompts.open(self.builder.work, self._queued_len(behind), context_len, longest_gap)
         if self.limits.max_num_partial_prefills > 1:
             self._prompts.serve_short()
             self._schedule_chunks(behind)

@@ -132,6 +132,43 @@ def test_short_prompts_leave_a_long_one_half_of_each_step(harness: Callable[...,
     h.run()
 
 
+def test_a_prompt_of_several_steps_gets_three_quarters_beside_one_that_is_much_longer(
+    harness: Callable[..., Any],
+) -> None:
+    h = harness(
+        max_num_batched_tokens=128, max_model_len=512, max_num_partial_prefills=2,
+        num_blocks=256, pace=_pace(0.021),
+    )  # fmt: skip
+    h.add("stream", 8, max_tokens=200)
+    h.step()
+    long = h.add("long", 400, max_tokens=1)
+    h.step()
+    short = h.add("short", 60, max_tokens=1)
+    chunks = [h.step() for _ in range(2)]
+    assert [_tokens(plan, 2) for plan in chunks] == [31, 29], "two targets hold 42 tokens"
+    assert [_tokens(plan, 1) for plan in chunks] == [8, 12], "in whole fours"
+    assert short.is_finished and not long.is_finished
+    h.run()
+
+
+def test_shorter_prompts_without_end_do_not_starve_a_long_one(harness: Callable[..., Any]) -> None:
+    """What they leave is less than a quantum."""
+    h = harness(
+        max_num_batched_tokens=128, max_model_len=512, max_num_partial_prefills=4,
+        num_blocks=256, pace=_pace(0.009),
+    )  # fmt: skip
+    h.add("stream", 8, max_tokens=400)
+    h.step()
+    long = h.add("long", 120, max_tokens=1)
+    for number in range(200):
+        h.add(f"shorter{number}", 12, max_tokens=1)
+        h.step()
+        if long.is_finished:
+            break
+    assert long.is_finished and number > 10
+    h.run()
+
+
 def test_with_one_partial_prefill_prompts_are_served_strictly_in_order(
     harness: Callable[..., Any],
 ) -> None:
