@@ -28,6 +28,20 @@ static void check_starts(const Sequences &sequences) {
     }
 }
 
+static void check_key_ends(const AttentionProblem &problem, const Sequences &sequences, int64_t s) {
+    if (problem.key_ends == nullptr) return;
+    const int64_t start = sequences.query_start[s], end = sequences.query_start[s + 1], context = sequences.context_len[s];
+    for (int64_t row = start, before = 0; row < end; before = problem.key_ends[row++]) {
+        const int64_t position = context - (end - row);
+        if (problem.key_ends[row] <= position || problem.key_ends[row] > context || problem.key_ends[row] < before) {
+            throw std::invalid_argument("paged_attention: the query at position " + std::to_string(position) + " of " +
+                                        std::to_string(context) + " is to see positions below " +
+                                        std::to_string(problem.key_ends[row]) + "; the one before it saw those below " +
+                                        std::to_string(before));
+        }
+    }
+}
+
 static void check_blocks(const AttentionProblem &problem, const Sequences &sequences) {
     for (int64_t s = 0; s < sequences.count; ++s) {
         const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s],
@@ -38,6 +52,7 @@ static void check_blocks(const AttentionProblem &problem, const Sequences &seque
                                         std::to_string(rows) + " query rows, a context of " + std::to_string(context) +
                                         " and a table of " + std::to_string(problem.table_stride) + " blocks");
         }
+        check_key_ends(problem, sequences, s);
         const int32_t *table = problem.block_tables + s * problem.table_stride;
         const int64_t first_seen = problem.window > 0 ? max64(0, context - rows - problem.window + 1) : 0;
         for (int64_t b = first_seen / problem.cache.block_size; b < blocks; ++b) {
@@ -235,7 +250,7 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
                    int64_t num_tokens, int64_t query_stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
                    int64_t num_blocks, int64_t block_size, uintptr_t query_start, uintptr_t context_len,
                    int64_t num_sequences, uintptr_t block_tables, int64_t table_stride, float scale, int64_t window,
-                   float soft_cap, uintptr_t sinks, int64_t value_size) {
+                   float soft_cap, uintptr_t sinks, int64_t value_size, uintptr_t key_ends) {
     const Arguments args("paged_attention");
     const DType type = args.dtype(dtype);
     AttentionProblem problem{};
@@ -259,6 +274,7 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
     problem.scale = args.finite("the scale", scale);
     problem.soft_cap = args.magnitude("the soft cap", soft_cap);
     problem.sinks = args.array<const float>("sinks", sinks, {sinks == 0 ? 0 : num_heads});
+    problem.key_ends = args.array<const int32_t>("key_ends", key_ends, {key_ends == 0 ? 0 : num_tokens});
     problem.window = args.count("the window", window);
     const int32_t *starts = args.array<const int32_t>("query_start", query_start, {num_sequences + 1});
     const int32_t *lengths = args.array<const int32_t>("context_len", context_len, {num_sequences});

@@ -154,6 +154,9 @@ struct AttentionProblem {
     const float *bias;   // [heads][2 * bias_reach + 1], added to scores by key position - query position; null: none
     int64_t bias_reach;
     int64_t value_size;  // elements that a value has, the first ones of its row; 0: all of them
+    // Causal: of each query row, one behind the last position that it sees, its own or a later one of its sequence; never less
+    // than of the row before. Null: its own.
+    const int32_t *key_ends;
 
     bool is_bidirectional() const { return row_stride > 0; }
     bool has_one_cache() const { return cache.keys == cache.values; }  // values are the first elements of keys
@@ -187,6 +190,7 @@ struct AttentionTask {
     int64_t position(int64_t p) const { return members != nullptr ? members[p].position : first_position + p; }
     // One behind the last position that the query at `at` sees.
     int64_t end_of_sight(const AttentionProblem &problem, int64_t at) const {
+        if (problem.key_ends != nullptr) return problem.key_ends[first_row + at - first_position];
         if (!problem.is_bidirectional()) return at + 1;
         return problem.window > 0 ? min64(context_len, at + problem.window) : context_len;
     }

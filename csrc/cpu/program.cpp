@@ -56,7 +56,7 @@ class WantedTokens {
 
     int64_t num_tokens_, table_stride_;
     std::vector<int64_t> tokens_, positions_, turned_by_;
-    std::vector<int32_t> query_start_{0}, context_len_;
+    std::vector<int32_t> query_start_{0}, context_len_, key_ends_;
     std::vector<Group> groups_;
     AdaptedRows adapted_;
     const Rotations &rotations_;  // of the whole step
@@ -76,6 +76,7 @@ WantedTokens::WantedTokens(const StepInputs &step)
         for (int64_t t = end - wanted; t < end; ++t) {
             tokens_.push_back(t);
             positions_.push_back(step.positions[t]);
+            if (step.key_ends != nullptr) key_ends_.push_back(step.key_ends[t]);
             if (rotations_.is_present()) turned_by_.push_back(rotations_.rows[t]);
             for (size_t g = 0; g < groups_.size(); ++g) groups_[g].slots.push_back(step.groups[g].slots[t]);
         }
@@ -94,7 +95,8 @@ StepInputs WantedTokens::inputs() const {
     std::vector<GroupTables> groups;
     for (const Group &each : groups_) groups.push_back({each.slots.data(), each.block_tables.data()});
     return {nullptr, positions_.data(), sequences, std::move(groups), table_stride_, nullptr,
-            adapted_.is_empty() ? nullptr : &adapted_, {}, {turned_by_.data(), rotations_.table, rotations_.count, rotations_.half}};
+            adapted_.is_empty() ? nullptr : &adapted_, {}, {turned_by_.data(), rotations_.table, rotations_.count, rotations_.half},
+            key_ends_.empty() ? nullptr : key_ends_.data()};
 }
 
 // ---- operations ----
@@ -369,6 +371,7 @@ void Pass::attend(const Operation &operation) const {
         problem.cache = caches_[operation.cache];
         problem.block_tables = tables_of(operation.cache).block_tables;
         problem.table_stride = step_->table_stride;
+        problem.key_ends = step_->key_ends;
     }
     problem.scale = operation.scale;
     problem.soft_cap = operation.soft_cap;

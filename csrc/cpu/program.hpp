@@ -122,6 +122,7 @@ struct StepInputs {
     const AdaptedRows *adapted;  // the tokens that use an adapter; null: none does
     PlacedRows placed;           // that `place`, `take` and `add_placed` put where their tokens are; count 0: none
     Rotations rotations;
+    const int32_t *key_ends;  // [T] of attention over caches, see AttentionProblem; null: each token sees up to itself
 };
 
 // Memory that is kept from call to call and grows as needed.

@@ -258,7 +258,7 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
                     int64_t table_stride, uintptr_t num_wanted,
                     const std::vector<const Adapter *> &adapters, uintptr_t of_token, uintptr_t placed_tokens,
                     uintptr_t placed_rows, int64_t num_placed, int64_t placed_width, uintptr_t rotated_by, uintptr_t rotations,
-                    int64_t num_rotations, int64_t rotated_half, uintptr_t out) {
+                    int64_t num_rotations, int64_t rotated_half, uintptr_t key_ends, uintptr_t out) {
     constexpr int64_t MOST = (int64_t{1} << 31) - 1;  // both are counted in 32 bits
     const Arguments args("Program.forward");
     args.between(0, MOST, "the number of tokens", num_tokens);
@@ -292,7 +292,8 @@ static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, 
                           args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences}),
                           adapted.is_empty() ? nullptr : &adapted,
                           placed,
-                          turned};
+                          turned,
+                          args.array<const int32_t>("key_ends", key_ends, {key_ends == 0 ? 0 : num_tokens})};
     program.forward(step, args.memory("out", out, program.lists().dtype, {num_tokens, program.lists().width}).as<void>());
 }
 

@@ -425,6 +425,7 @@ class Kernels(Protocol):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         value_size: int | None = None,
+        key_ends: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads,
         D], contiguous.
@@ -435,12 +436,14 @@ class Kernels(Protocol):
         query may be a strided view whose last two dimensions are contiguous.
 
         `window` limits a query at position p to keys at positions above `p - window`; what is
-        behind the windows of all queries of a sequence is not read. `soft_cap`
-        replaces a score s by `soft_cap * tanh(s / soft_cap)` before masking. `sinks`, floats
-        [heads], are scores that join the softmax of every query of their head, neither scaled nor
-        capped, and have no value: the weights of keys add up to less than one (Xiao et al.,
-        arXiv:2309.17453, as gpt-oss learns them). KV tiles are aligned to absolute positions, never
-        to blocks, so that the block size does not change a bit of the result.
+        behind the windows of all queries of a sequence is not read. `soft_cap` replaces a score s
+        by `soft_cap * tanh(s / soft_cap)` before masking. `sinks`, floats [heads], are scores that
+        join the softmax of every query of their head, neither scaled nor capped, and have no value:
+        the weights of keys add up to less than one (Xiao et al., arXiv:2309.17453, as gpt-oss
+        learns them). `key_ends`, int32 [T], says of each query one behind the last position that it
+        sees: its own, or a later one of its context, and never less than of the query before it;
+        what a window hides does not change. KV tiles are aligned to absolute positions, never to
+        blocks, so that the block size does not change a bit of the result.
         """
         ...
 

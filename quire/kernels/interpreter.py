@@ -74,6 +74,8 @@ class StepTensors:
     placed: PlacedRows | None = None
     rotations: Rotations | None = None
     """Of the rows that are computed."""
+    key_ends: Tensor | None = None
+    """Likewise."""
 
     @property
     def positions(self) -> Tensor:
@@ -263,6 +265,7 @@ class Interpreter:
             soft_cap=operation.soft_cap,
             sinks=None if sinks is None else self._weights.vectors[sinks],
             value_size=operation.value_size,
+            key_ends=step.key_ends,
         )
         return attended.flatten(1)
 
@@ -320,8 +323,14 @@ def _narrowed(whole: StepTensors, wanted: WantedTokens) -> StepTensors:
     rotations = whole.rotations
     if rotations is not None:
         rotations = rotations._replace(rows=rotations.rows[wanted.rows])
+    key_ends = None if whole.key_ends is None else whole.key_ends[wanted.rows]
     return replace(
-        whole, batch=wanted.batch, is_narrow=True, adapters=adapters, rotations=rotations
+        whole,
+        batch=wanted.batch,
+        is_narrow=True,
+        adapters=adapters,
+        rotations=rotations,
+        key_ends=key_ends,
     )
 
 

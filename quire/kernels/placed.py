@@ -33,6 +33,8 @@ class StepContent(NamedTuple):
     """What `Place`, `AddPlaced` and `Take` read."""
     rotations: Rotations | None = None
     """What every `Rope` turns by; None: by positions."""
+    key_ends: Tensor | None = None
+    """How far every `Attend` sees, int32 [T]: see `Kernels.paged_attention`."""
 
 
 class ContentSource(Protocol):

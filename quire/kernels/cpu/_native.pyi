@@ -280,6 +280,7 @@ def paged_attention(
     soft_cap: float,
     sinks: int,
     value_size: int,
+    key_ends: int,
     /,
 ) -> None: ...
 def bidirectional_attention(
@@ -511,6 +512,7 @@ class Program:
         rotations: int,
         num_rotations: int,
         rotated_half: int,
+        key_ends: int,
         out: int,
         /,
     ) -> None: ...

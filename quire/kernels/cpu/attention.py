@@ -17,6 +17,7 @@ from quire.kernels.cpu.checks import (
     indices_address,
     int32_address,
     require,
+    vector_address,
 )
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.kv_cache import head_size_of
@@ -86,6 +87,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     value_size: int | None = None,
+    key_ends: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels.paged_attention`; the query may be a view whose last two
     dimensions are contiguous."""
@@ -135,6 +137,7 @@ def paged_attention(
         soft_cap or 0.0,
         0 if wide_sinks is None else address(wide_sinks, "sinks"),
         value_size,
+        0 if key_ends is None else vector_address(key_ends, "key_ends", torch.int32, num_tokens),
     )
     return out
 

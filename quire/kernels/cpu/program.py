@@ -157,6 +157,9 @@ class NativeProgram:
                 *of_adapters,
                 *_native_rows(brought.placed, self._dtype),
                 *_native_rotations(brought.rotations, num_tokens),
+                0
+                if brought.key_ends is None
+                else vector_address(brought.key_ends, "key_ends", torch.int32, num_tokens),
                 out.data_ptr(),
             )
         return out

@@ -75,6 +75,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     value_size: int | None = None,
+    key_ends: Tensor | None = None,
 ) -> Tensor:
     """Attend with one query row at a time over the keys it can see,
     so nothing else in the batch can reach its arithmetic."""
@@ -88,7 +89,7 @@ def paged_attention(
         for row in range(start, end):
             last = context - (end - row)  # this row's own position
             first = 0 if window is None else max(0, last - window + 1)
-            seen = slice(first, last + 1)
+            seen = slice(first, last + 1 if key_ends is None else int(key_ends[row]))
             out[row] = _attend(
                 query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap, sinks
             ).to(out.dtype)

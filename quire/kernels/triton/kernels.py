@@ -172,8 +172,11 @@ class TritonKernels:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         value_size: int | None = None,
+        key_ends: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels.paged_attention`; with a `value_size`, the caches are one tensor."""
+        if key_ends is not None:
+            raise ValueError("paged_attention: these kernels attend to no later positions")
         if value_size is not None:
             if window is not None or soft_cap is not None or sinks is not None:
                 raise ValueError("latent attention has no windows, soft caps or sinks")

@@ -83,6 +83,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         0.0,
         0,
         16,
+        0,
     ),
     "head_linear": (HEAD_WEIGHT.native, 2, 16, HEADS, 0, 4, torch.zeros(4, 2, 20)),
     "linear": (PACKED.native, X, 0, 4, SUMS, 0),
@@ -122,7 +123,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 ANY_NUMBER = {
     ("sampling_noise", 0), ("sampling_noise", 1), ("shared_prefixes", 7),
     # Addresses that may be absent, where the tensor's own would be checked as any other.
-    ("rms_norm", 1), ("rms_norm", 3), ("layer_norm", 2), ("paged_attention", 21),
+    ("rms_norm", 1), ("rms_norm", 3), ("layer_norm", 2), ("paged_attention", 21), ("paged_attention", 23),
     ("sampling_draw", 7), ("sampling_draw", 8), ("sampling_score", 7), ("sampling_score", 8),
 }  # fmt: skip
 
