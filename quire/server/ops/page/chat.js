@@ -2,6 +2,7 @@
 
 import { requestColour } from "./colours.js";
 import { HttpError, streamChat } from "./api.js";
+import { Pictures, thumbnail } from "./pictures.js";
 
 const IDEAS = [
   "Tell me a story about a brave knight.",
@@ -20,6 +21,11 @@ export class Chat {
     this.#prompt = document.getElementById("prompt");
     this.#send = document.getElementById("send");
     this.#welcome = document.getElementById("welcome");
+    const note = document.getElementById("picture-note");
+    this.#pictures = new Pictures((text) => {
+      note.textContent = text;
+      note.hidden = text === "";
+    });
     this.#listen();
   }
 
@@ -30,6 +36,7 @@ export class Chat {
   #prompt;
   #send;
   #welcome;
+  #pictures;
   #turns = [];
   #replies = [];
   #running = null;
@@ -74,6 +81,7 @@ export class Chat {
     this.#running?.abort();
     this.#turns = [];
     this.#replies = [];
+    this.#pictures.clear();
     this.#log.replaceChildren(this.#welcome);
     this.#prompt.focus();
   }
@@ -88,15 +96,18 @@ export class Chat {
 
   async #ask() {
     const text = this.#prompt.value.trim();
-    if (!text) return;
+    if ((!text && this.#pictures.isEmpty) || this.#pictures.isReading) return;
     this.#prompt.value = "";
-    this.#say("user", text);
+    const urls = this.#pictures.take();
+    const turn = { role: "user", content: contentOf(text, urls) };
+    this.#say("user", text, urls);
     const reply = this.#reply();
     this.#running = new AbortController();
     this.#send.textContent = "Stop";
     try {
-      const answer = await this.#stream(reply, [...this.#turns, { role: "user", content: text }], this.#running.signal);
-      this.#turns.push({ role: "user", content: text }, { role: "assistant", content: answer });
+      const answer = await this.#stream(reply, [...this.#turns, turn], this.#running.signal);
+      // pictures that were refused would be refused again with everything that follows
+      if (answer || urls.length === 0) this.#turns.push(turn, { role: "assistant", content: answer });
     } finally {
       this.#running = null;
       this.#send.textContent = "Send";
@@ -104,9 +115,11 @@ export class Chat {
   }
 
   async #askMany() {
+    if (this.#pictures.isReading) return;
     const text = this.#prompt.value.trim() || IDEAS[2];
-    this.#say("user", `${text}  ×${MANY}`);
-    const body = { ...this.#options(), messages: [{ role: "user", content: text }] };
+    const urls = this.#pictures.take();
+    this.#say("user", `${text}  ×${MANY}`, urls);
+    const body = { ...this.#options(), messages: [{ role: "user", content: contentOf(text, urls) }] };
     const note = this.#reply();
     let numDone = 0;
     let numTokens = 0;
@@ -155,11 +168,17 @@ export class Chat {
     return answer;
   }
 
-  #say(role, text) {
+  #say(role, text, urls = []) {
     this.#welcome.remove();
     const element = document.createElement("div");
     element.className = `message ${role}`;
-    element.textContent = text;
+    if (urls.length > 0) {
+      const shown = document.createElement("div");
+      shown.className = "thumbnails";
+      shown.append(...urls.map((url, place) => thumbnail(url, `Picture ${place + 1}`)));
+      element.append(shown);
+    }
+    element.append(text);
     this.#log.append(element);
     this.#follow(true);
   }
@@ -186,6 +205,13 @@ export class Chat {
     const log = this.#log;
     if (isForced || log.scrollHeight - log.scrollTop - log.clientHeight < 80) log.scrollTop = log.scrollHeight;
   }
+}
+
+// A text alone stays a string, which every model's template reads.
+function contentOf(text, urls) {
+  if (urls.length === 0) return text;
+  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
 function summary({ usage, timings }) {
