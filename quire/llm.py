@@ -15,6 +15,7 @@ from quire.engine.front import absent as without
 from quire.engine.front.absent import absent
 from quire.engine.front.adapters import ChosenAdapter, LoRARequests
 from quire.engine.front.digest import Digest
+from quire.engine.front.image_marks import Marks, marks_of
 from quire.engine.front.metrics import Metric
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import Prompt, PromptDict, as_prompts, with_truncation
@@ -25,6 +26,7 @@ from quire.engine.pooling.calls import PoolingCalls
 from quire.errors import ConfigError, InvalidParameterError
 from quire.grammar.judge import judge
 from quire.media.parts import take_images, with_image_parts
+from quire.media.sources import ImageSource
 from quire.text.chat import ChatTemplate, encode_chat
 from quire.text.content_format import ContentFormat, as_content_format
 from quire.text.pretrained import PretrainedTokenizer
@@ -133,10 +135,12 @@ class LLM(PoolingCalls, DecisionCalls):
             shown = as_content_format(plain, chat_template_content_format)
             if self.engine.images is not None and chat_template_content_format == "auto":
                 shown = template.needs.fit_messages(shown)
-            rendered = render(shown)
+            rendered, marks = render(shown), None
+            if self.engine.images is not None and sources:
+                sources, marks = self._marked(sources, mm_processor_kwargs)
             prompt: PromptDict = {
                 "prompt": rendered,
-                "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered),
+                "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered, marks),
             }
             if sources:
                 prompt["multi_modal_data"] = {"image": sources}
@@ -275,6 +279,19 @@ class LLM(PoolingCalls, DecisionCalls):
         tokenizer = self._chat_tokenizer()
         has_template = self._chat_template is not None or tokenizer.chat_template is not None
         return DecisionPrompts(tokenizer, self._template(None) if has_template else None)
+
+    def _marked(
+        self, sources: Sequence[ImageSource], settings: Mapping[str, Any] | None
+    ) -> tuple[Sequence[ImageSource], Marks | None]:
+        """Read the images of a chat whose text depends on them, and return them with what it has in
+        their places; leave others to be read with their prompt."""
+        reader = self.engine.images
+        assert reader is not None
+        if reader.limits.vision.frame is None:
+            return sources, None
+        read = reader.read([each._replace(settings=settings) for each in sources])
+        known = [each._replace(content=got) for each, got in zip(sources, read, strict=True)]
+        return known, marks_of(reader.limits.vision, self._chat_tokenizer(), read)
 
     def _template(self, source: str | None) -> ChatTemplate:
         """Return the template of a call, else the one given for all, else the model's."""

@@ -42,6 +42,9 @@ class RequestSpec:
     the token ids say so. Where a token only holds the place of other content (of an image, say), a
     negative 32-bit number: part of the content's digest.
     """
+    undivided: tuple[tuple[int, int], ...] = ()
+    """Spans [first, end) of the prompt, ascending, whose tokens see one another both ways: no step
+    computes a part of one, but for what the cache has."""
     sampling: RowSampling = field(default_factory=RowSampling)
     max_tokens: int = 1
     """Output tokens per sequence; bounded by the context length once

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidParameterError
+from quire.media.known import check_uuid
 from quire.media.sources import ImageSource
 
 SHOWN = {"type": "image"}
@@ -22,16 +23,16 @@ def is_image(part: object) -> bool:
 
 
 def image_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a part as `take_images` reads it, whatever API it came by. Raises
-    InvalidParameterError for one that names no image."""
-    content = _content(part, where)
-    if content is None:
+    """Return a part as `take_images` reads it, whatever API it came by; with a `uuid` alone, it is
+    the image that came with it before. Raises InvalidParameterError for one that names none."""
+    content, uuid = _content(part, where), check_uuid(part.get("uuid"), f"{where}.uuid")
+    if content is None and uuid is None:
         raise InvalidParameterError(
             f"{where}: an image needs a URL: "
             '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
             param=where,
         )
-    return {**SHOWN, _SOURCE: ImageSource(content, where)}
+    return {**SHOWN, _SOURCE: ImageSource(content, where, uuid=uuid)}
 
 
 def take_images(

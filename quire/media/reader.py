@@ -9,23 +9,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import BoundedSemaphore
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from quire.core.images import Image, PlacedImage
 from quire.errors import InvalidParameterError, UnavailableError
+from quire.media.known import ImageName, KnownImages
 from quire.media.sources import ImageSource, MediaAccess
 from quire.models.declaration import VisionSpec
 from quire.models.image_places import bounds_of, num_places
 from quire.models.image_processing import ImageProcessing
 from quire.models.tiling import tiling_of
 
+if TYPE_CHECKING:
+    from quire.media.decoding import Pixels
+
 MAX_PREPARE_S = 60.0
 """Of one image, from the request to the pixels that the tower reads."""
 _THREADS = 2
 _MAX_PENDING = 64
 """Images that are fetched and decoded at once, or wait for it."""
+
+
+ReadImage = tuple[Image, ...]
+"""An image, and the crops of it that the model reads beside the whole."""
+
+
+def is_read(content: object) -> TypeGuard[ReadImage]:
+    """Whether what names an image is what was read of it before."""
+    return isinstance(content, tuple) and all(isinstance(each, Image) for each in content)
 
 
 class ExpandedPrompt(NamedTuple):
@@ -59,10 +72,12 @@ class ImageReader:
         self._access = access
         self._pool: ThreadPoolExecutor | None = None
         self._room = BoundedSemaphore(_MAX_PENDING)
+        self._known = KnownImages()
 
-    def submit(self, source: ImageSource) -> Future[Image]:
-        """Begin to fetch, decode and process an image. Raises UnavailableError where too many are
-        being read; the future raises InvalidParameterError."""
+    def submit(self, source: ImageSource, scope: str = "") -> Future[ReadImage]:
+        """Begin to fetch, decode and process an image; `scope` is whose it is, for images that are
+        named again. Raises UnavailableError where too many are being read; the future raises
+        InvalidParameterError."""
         if not self._room.acquire(blocking=False):
             raise UnavailableError(
                 f"{_MAX_PENDING} images are being read already; try again later",
@@ -71,16 +86,19 @@ class ImageReader:
             )
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-images")
-        future = self._pool.submit(self._read, source)
+        future = self._pool.submit(self._read, source, scope)
         future.add_done_callback(lambda _: self._room.release())
         return future
 
-    def read(self, sources: Sequence[ImageSource]) -> list[Image]:
+    def read(self, sources: Sequence[ImageSource], scope: str = "") -> list[ReadImage]:
         """Read images one after the other, waiting for each. Raises InvalidParameterError."""
         self.check_count(len(sources), sources[0].param if sources else "image")
         found = []
         for source in sources:
-            future = self.submit(source)
+            if is_read(source.content):
+                found.append(source.content)
+                continue
+            future = self.submit(source, scope)
             try:
                 found.append(future.result(MAX_PREPARE_S))
             except TimeoutError:
@@ -108,10 +126,12 @@ class ImageReader:
         )
 
     def expand(
-        self, token_ids: Sequence[int], images: Sequence[Image], param: str = "prompt"
+        self, token_ids: Sequence[int], read: Sequence[ReadImage], param: str = "prompt"
     ) -> ExpandedPrompt:
         """Give each row of the images a place: the n-th placeholder of the prompt is the n-th
-        image's. Raises InvalidParameterError where their numbers differ."""
+        image's, each followed by its crops. Raises InvalidParameterError where their numbers
+        differ."""
+        images = [image for each in read for image in each]
         placeholder = self.limits.vision.placeholder
         count = token_ids.count(placeholder)
         if count != len(images):
@@ -153,18 +173,44 @@ class ImageReader:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, source: ImageSource) -> Image:
+    def _read(self, source: ImageSource, scope: str) -> ReadImage:
+        """Read an image, which is known by its name from now on, or find the one that is."""
+        name = None
+        if source.uuid is not None:
+            name = ImageName.of(scope, source.uuid, source.settings)
+        if source.content is None and name is not None:
+            found = self._known.find(name)
+            if found is None:
+                raise InvalidParameterError(
+                    f"{source.param}: no image is known by the uuid {source.uuid!r} (any more); "
+                    "send the image with it",
+                    param=source.param,
+                )
+            return found
+        images = self._decoded(source)
+        if name is not None:
+            self._known.keep(name, images)
+        return images
+
+    def _decoded(self, source: ImageSource) -> ReadImage:
         from quire.media.decoding import decode, from_object
         from quire.media.fetching import fetch
-        from quire.media.resizing import processed, with_pixels
+        from quire.media.resizing import crops_of, with_settings
 
-        content, param, given = source
-        settings = with_pixels(self.limits.processing, given or {}, param)
+        content, param = source.content, source.param
+        settings = with_settings(self.limits.processing, source.settings or {}, param)
         pixels = (
             decode(fetch(content, self._access, param), param)
             if isinstance(content, str)
             else from_object(content, param)
         )
+        alike = replace(settings, pan_and_scan=None)
+        parts = (pixels, *crops_of(pixels, settings))
+        return tuple(self._processed(each, alike, param) for each in parts)
+
+    def _processed(self, pixels: Pixels, settings: ImageProcessing, param: str) -> Image:
+        from quire.media.resizing import processed
+
         identity = hashlib.blake2b(repr((pixels.shape, settings)).encode(), digest_size=32)
         identity.update(pixels.data)
         small = processed(pixels, settings, param)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.errors import InvalidParameterError
+from quire.errors import InvalidParameterError, UnsupportedModelError
 from quire.media.decoding import MAX_PIXELS, Pixels, pillow
-from quire.models.image_processing import ImageProcessing
+from quire.models.image_processing import ImageProcessing, read_pan_and_scan
 from quire.models.tiling import best_size
 
 
@@ -54,24 +54,34 @@ def _tiles(pixels: Pixels, settings: ImageProcessing, param: str) -> Pixels:
     return np.concatenate([whole, grid.reshape(-1, edge, 3)])
 
 
-def with_pixels(
+def with_settings(
     settings: ImageProcessing, given: Mapping[str, Any], param: str = "image"
 ) -> ImageProcessing:
-    """Return settings with the `min_pixels` and `max_pixels` of a request. Raises
-    InvalidParameterError for others, and where images have one size."""
+    """Return settings with those of a request, its `mm_processor_kwargs`: `min_pixels` and
+    `max_pixels`, or `do_pan_and_scan` and what belongs to it. Raises InvalidParameterError for
+    others, and for what the model's images do not have."""
     if not given:
         return settings
-    names = ("min_pixels", "max_pixels")
-    if settings.pixels is None or not set(given) <= {*names}:
-        known = " and ".join(names) if settings.pixels is not None else "nothing"
+    own: Mapping[str, Any] = {}
+    if settings.pixels is not None:
+        own = dict(zip(("min_pixels", "max_pixels"), settings.pixels, strict=True))
+    elif settings.pan_and_scan is not None:
+        own = settings.pan_and_scan.as_given()
+    if not set(given) <= set(own):
         raise InvalidParameterError(
             f"{param}: mm_processor_kwargs has {sorted(map(str, given))}; of a request this model "
-            f"takes {known}",
+            f"takes {' and '.join(own) or 'nothing'}",
             param="mm_processor_kwargs",
         )
-    least, most = (
-        given.get(name, value) for name, value in zip(names, settings.pixels, strict=True)
-    )
+    if settings.pan_and_scan is not None:
+        try:
+            return replace(settings, pan_and_scan=read_pan_and_scan({**own, **given}))
+        except UnsupportedModelError as error:
+            message = str(error).replace("preprocessor_config.json", "mm_processor_kwargs")
+            raise InvalidParameterError(
+                f"{param}: {message}", param="mm_processor_kwargs"
+            ) from error
+    least, most = (given.get(name, value) for name, value in own.items())
     if type(least) is not int or type(most) is not int or not 1 <= least <= most <= MAX_PIXELS:
         raise InvalidParameterError(
             f"{param}: mm_processor_kwargs leaves min_pixels={least!r} and max_pixels={most!r}; "
@@ -79,6 +89,27 @@ def with_pixels(
             param="mm_processor_kwargs",
         )
     return replace(settings, pixels=(least, most))
+
+
+def crops_of(pixels: Pixels, settings: ImageProcessing) -> list[Pixels]:
+    """Return the parts of an image [height, width, 3] that are read beside the whole, from left to
+    right or from top to bottom; none where pan and scan is off or finds the image not narrow
+    enough. Equal to transformers' Gemma 3 processor."""
+    pan = settings.pan_and_scan
+    if pan is None or not pan.is_on:
+        return []
+    height, width = pixels.shape[:2]
+    longer, shorter = max(height, width), min(height, width)
+    if longer / shorter < pan.min_ratio:
+        return []
+    count = min(longer // pan.min_crop_size, math.floor(longer / shorter + 0.5))
+    count = min(pan.max_num_crops, max(2, count))
+    edge = math.ceil(longer / count)
+    if min(edge, shorter) < pan.min_crop_size:
+        return []
+    spans = [slice(edge * n, edge * (n + 1)) for n in range(count) if edge * n < longer]
+    found = [pixels[:, span] if width >= height else pixels[span] for span in spans]
+    return [np.ascontiguousarray(each) for each in found]
 
 
 def own_size(size: tuple[int, ...], limits: tuple[int, int], unit: int) -> tuple[int, int]:

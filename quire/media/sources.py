@@ -17,6 +17,8 @@ class ImageSource(NamedTuple):
     """Where in the request, for errors."""
     settings: Mapping[str, Any] | None = None
     """Of the processor, to replace for this image."""
+    uuid: str | None = None
+    """By which the image may be named again; with no `content`, the one that was."""
 
 
 @dataclass(frozen=True, slots=True)

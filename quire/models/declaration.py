@@ -73,7 +73,7 @@ class RowsSpec:
     blocks: tuple[BlockSpec, ...] = ()
     """Whose attention is not causal."""
     final_norm: NormSpec | None = None
-    exit: MlpSpec | None = None
+    exit: MlpSpec | LinearSpec | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -84,7 +84,9 @@ class RowsSpec:
     def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
         """Every matrix product as the parts that are stacked into one weight, in order."""
         first = () if self.entry is None else ((self.entry,),)
-        last = () if self.exit is None else self.exit.projections
+        last: tuple[tuple[LinearSpec, ...], ...] = ()
+        if self.exit is not None:
+            last = ((self.exit,),) if isinstance(self.exit, LinearSpec) else self.exit.projections
         return (*first, *(parts for block in self.blocks for parts in block.projections), *last)
 
 
@@ -125,6 +127,15 @@ class VisionSpec:
     early: tuple[tuple[int, RowsSpec], ...] = ()
     """Blocks of the tower behind which another projector makes rows, for each place as well. Those
     of the n-th are added behind the decoder's n-th block (arXiv:2406.04334)."""
+    pool: int = 1
+    """Patches along each edge of the square whose rows' mean the projector reads, and that gets one
+    place."""
+    sees_whole: bool = False
+    """Whether the decoder's tokens in places of an image attend to all of its places, those behind
+    them too; else to those before them, as text does."""
+    frame: tuple[int, int] | None = None
+    """Tokens before and behind the places, set apart by empty lines. A prompt has the first alone,
+    where an image is to stand. None: a prompt has the placeholder."""
 
     @property
     def num_projectors(self) -> int:

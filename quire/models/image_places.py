@@ -54,7 +54,8 @@ def num_places(height: int, width: int, tiling: Sequence[int], vision: VisionSpe
     """Return the places that an image of this size takes; of one in tiles, whose size is the
     whole's: of the whole image, then of each row of patches, with one that ends it."""
     rows, columns = height // vision.patch_size, width // vision.patch_size
-    whole = rows // vision.merge * (columns // vision.merge)
+    edge = vision.merge * vision.pool
+    whole = rows // edge * (columns // edge)
     whole += 0 if vision.drops_leading else vision.num_leading
     if not tiling:
         return whole

@@ -17,7 +17,9 @@ from quire.errors import UnsupportedModelError
 MAX_RATIO = 200
 """Of an image's longer edge to the shorter one."""
 _MAX_EDGE = 1 << 14
+_MAX_CROPS = 64
 _MAX_PIXELS = 1 << 25
+_BILINEAR = 2
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
@@ -34,6 +36,13 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
         "image_mean": (0.5, 0.5, 0.5),
         "image_std": (0.5, 0.5, 0.5),
     },
+    "Gemma3": {
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "resample": _BILINEAR,
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+    },
 }
 """By the kind of the processor, what differs from CLIP's."""
 _KNOWN = frozenset(
@@ -45,6 +54,13 @@ _KNOWN = frozenset(
         "image_seq_length", "pad_size", "image_grid_pinpoints",
     }
 )  # fmt: skip
+_PAN_AND_SCAN = {
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+"""Gemma 3's, and what they are where nothing is said."""
 _OWN_SIZES: Mapping[str, Any] = {
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     "patch_size": 14,
@@ -54,6 +70,28 @@ _OWN_SIZES: Mapping[str, Any] = {
     "do_resize": True,
 }
 """Of processors that leave each image a size of its own: Qwen2-VL's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PanAndScan:
+    """Crops of narrow images, which the model reads beside the whole."""
+
+    is_on: bool
+    min_crop_size: int
+    """Of a crop's shorter edge, in pixels of the image; with smaller ones there are none."""
+    max_num_crops: int
+    min_ratio: float
+    """Of the longer edge to the shorter one."""
+
+    @property
+    def max_crops(self) -> int:
+        """Of an image."""
+        return self.max_num_crops if self.is_on else 0
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the settings by the names that processors give them."""
+        values = self.is_on, self.min_crop_size, self.max_num_crops, self.min_ratio
+        return dict(zip(_PAN_AND_SCAN, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +119,8 @@ class ImageProcessing:
     `place_size`: at least and at most so many, as `quire.media.resizing` has it."""
     patch: tuple[int, int, int] = (1, 1, 1)
     """Of such images: pixels along an edge, patches along that of a place, pictures of a film."""
+    pan_and_scan: PanAndScan | None = None
+    """None: the family has none."""
 
     @property
     def place_size(self) -> int:
@@ -102,7 +142,8 @@ def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
         return _with_own_sizes(config)
     if family not in _DEFAULTS:
         raise _refusal("image_processor_type", kind, ", ".join(sorted([*_DEFAULTS, "Qwen2VL"])))
-    config = _with_defaults(config, _DEFAULTS[family], _KNOWN)
+    pans = _PAN_AND_SCAN if family == "Gemma3" else {}
+    config = _with_defaults(config, {**_DEFAULTS[family], **pans}, _KNOWN | set(pans))
     size = _size(config, "size", {"shortest_edge": 224})
     crop = _size(config, "crop_size", {"height": 224, "width": 224})
     if isinstance(crop, int):
@@ -115,8 +156,20 @@ def read_image_processing(config: Mapping[str, Any]) -> ImageProcessing:
         pads_to_square=bool(config.get("do_pad", False)) and not grids,
         size=size if config.get("do_resize", True) else None,
         crop=crop if config.get("do_center_crop", True) else None,
+        pan_and_scan=read_pan_and_scan(config) if pans else None,
         **_scaling(config),
     )
+
+
+def read_pan_and_scan(config: Mapping[str, Any]) -> PanAndScan:
+    """Read the settings, all of which are given. Raises UnsupportedModelError."""
+    is_on, size, count, ratio = (config[key] for key in _PAN_AND_SCAN)
+    if type(is_on) is not bool:
+        raise _refusal("do_pan_and_scan", is_on, "true or false")
+    if type(count) is not int or not 2 <= count <= _MAX_CROPS:
+        raise _refusal("pan_and_scan_max_num_crops", count, f"whole numbers from 2 to {_MAX_CROPS}")
+    ratio = _number(ratio, "pan_and_scan_min_ratio_to_activate")
+    return PanAndScan(is_on, _edge(size, "pan_and_scan_min_crop_size"), count, ratio)
 
 
 def _with_own_sizes(config: Mapping[str, Any]) -> ImageProcessing:

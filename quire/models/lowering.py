@@ -89,7 +89,9 @@ class _Lowering:
                 x, self._emit(ops.Embed((), (self._value(self._hidden),), 0, "positions"))
             )
         x = self._norm(spec.final_norm, self._blocks(spec.blocks, self._norm(spec.norm, x)))
-        if spec.exit is not None:
+        if isinstance(spec.exit, LinearSpec):
+            x = self._linear(x, spec.exit)
+        elif spec.exit is not None:
             x = self._mlp(spec.exit, x)
         parameters = Parameters(
             spec.projections,

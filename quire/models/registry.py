@@ -17,6 +17,7 @@ from quire.models.deepseek_v3 import declare_deepseek_v3
 from quire.models.dimensions import TOKEN_CLASSIFICATION, read_num_labels
 from quire.models.gemma2 import declare_gemma2
 from quire.models.gemma3 import declare_gemma3
+from quire.models.gemma3_vl import declare_gemma3_vl
 from quire.models.gpt2 import declare_gpt2
 from quire.models.gpt_oss import declare_gpt_oss
 from quire.models.llama import declare_llama
@@ -94,6 +95,7 @@ def _classifying(declare_family: Declare) -> Declare:
 ARCHITECTURES: dict[str, Declare] = {
     **{f"{name}ForCausalLM": each for name, each in DECODERS.items()},
     "GPT2LMHeadModel": declare_gpt2,
+    "Gemma3ForConditionalGeneration": declare_gemma3_vl,
     "LlavaForConditionalGeneration": declare_llava,
     "LlavaNextForConditionalGeneration": declare_llava_next,
     "Qwen2VLForConditionalGeneration": declare_qwen2_vl,

@@ -112,6 +112,9 @@ class VisionModel:
             yield None
         if spec.drops_leading:
             rows = rows[spec.num_leading :].contiguous()
+        if spec.pool > 1:
+            yield self._projected(self._projector, pooled(rows, grid.num_columns, spec.pool))
+            return
         found = [self._projected(self._projector, rows), *added]
         yield torch.cat(found, dim=1)[grid.places]
 
@@ -174,6 +177,18 @@ class PatchGrid:
         [rope] = ropes
         rows, columns = self.patches // self.num_columns, self.patches % self.num_columns
         return Rotations(torch.arange(len(rows)), grid_rotations(rope, rows, columns))
+
+
+def pooled(rows: Tensor, num_columns: int, edge: int) -> Tensor:
+    """Return the means of squares of `edge` x `edge` rows, those of a grid [N, H] row by row; what
+    fills no square is left out. Sums are float32, one row after the other."""
+    height, width = len(rows) // num_columns // edge, num_columns // edge
+    grid = rows.view(-1, num_columns, rows.shape[1])[: height * edge, : width * edge].float()
+    squares = grid.view(height, edge, width, edge, -1).transpose(1, 2).flatten(2, 3)
+    total = squares[:, :, 0]
+    for place in range(1, edge * edge):
+        total = total + squares[:, :, place]
+    return (total / (edge * edge)).flatten(0, 1).to(rows.dtype)
 
 
 def _between(index: Tensor, count: int, side: int) -> tuple[Tensor, Tensor]:

@@ -231,18 +231,33 @@ def without_developer(
     ]
 
 
-def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer,
+    rendered: str,
+    marks: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> list[int]:
     """Return token ids of a rendered chat: control tokens where the template wrote them, plain text
     everywhere else.
 
     `rendered` is what `ChatTemplate.render` gave; a plain `str` has no template text, so all of it
-    is encoded as plain. Adds no BOS: templates write it.
+    is encoded as plain. Adds no BOS: templates write it. `marks` says what occurrences of a control
+    token stand for, one after the other: texts and control tokens by turns, a text first.
     """
     text, spans = "".join((rendered,)), spans_of(rendered)
+    left = {control: iter(stands) for control, stands in (marks or {}).items()}
     pieces, position = [], 0
     for start, end in _find_controls(tokenizer, text, spans):
-        pieces += [text[position:start], tokenizer.guard.secret_name(text[start:end])]
+        control = text[start:end]
+        pieces.append(text[position:start])
         position = end
+        stands = next(left[control], None) if control in left else None
+        if stands is None:
+            pieces.append(tokenizer.guard.secret_name(control))
+            continue
+        pieces += [
+            tokenizer.guard.secret_name(each) if number % 2 else each
+            for number, each in enumerate(stands)
+        ]
     pieces.append(text[position:])
     return tokenizer.encode_secret("".join(pieces))
 

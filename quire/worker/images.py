@@ -55,6 +55,7 @@ class ImageTable:
     def __init__(self, model: VisionModel, max_tokens: int) -> None:
         """Keep at most `max_tokens` rows, as the control plane does."""
         self._model, self._max_tokens = model, max_tokens
+        self._sees_whole = model.spec.sees_whole
         self.positions: SpanPositions | None = None
         """Where places of images are counted by row and column."""
         self._rows: dict[bytes, Tensor] = {}
@@ -121,7 +122,8 @@ class ImageTable:
         rotations = None
         if self.positions is not None:
             rotations = self.positions.rotations([span[:3] for span in spans])
-        return StepContent(self._placed(spans), rotations)
+        key_ends = _key_ends(spans) if self._sees_whole else None
+        return StepContent(self._placed(spans), rotations, key_ends)
 
     def _placed(self, spans: Sequence[_Span]) -> PlacedRows | None:
         """Return the rows of the images that some of the step's tokens hold the places of."""
@@ -187,3 +189,17 @@ class ImageTable:
 
     def _end(self, order: ImageOrder, error: str | None = None) -> None:
         self._verdicts.append(ImageVerdict(order.digest, error, order.number))
+
+
+def _key_ends(spans: Sequence[_Span]) -> Tensor | None:
+    """Return how far each of the step's tokens sees: those in places of an image to its end, int32
+    [T]; None where none of them is in one."""
+    found, sees_more = list[Tensor](), False
+    for images, first, last, _ in spans:
+        ends = torch.arange(first + 1, last + 1, dtype=torch.int32)
+        for image in images:
+            if image.first < last and first < image.end:
+                sees_more = True
+                ends[max(image.first - first, 0) : image.end - first] = image.end
+        found.append(ends)
+    return torch.cat(found) if sees_more else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vision_models import picture
 
 from quire.errors import InvalidParameterError, UnsupportedModelError
-from quire.media.resizing import own_size, processed
+from quire.media.resizing import crops_of, own_size, processed
 from quire.models.image_processing import read_image_processing
 from quire.nn.vision import PatchGrid, patches_of
 
@@ -28,6 +28,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"size": {"shortest_edge": 33}, "crop_size": SQUARE, "resample": 2, "do_normalize": False},
     {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 31}},
     {"image_processor_type": "SiglipImageProcessorFast"},
+    {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 30, "width": 31}},
     {"size": 28, "crop_size": 28, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
 ]
 SIZES = [(40, 30), (28, 28), (17, 91), (91, 17), (5, 300), (27, 28), (29, 64), (336, 500)]
@@ -37,6 +38,10 @@ def _theirs(settings: dict[str, Any]) -> Any:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
+    if settings.get("image_processor_type") == "Gemma3ImageProcessor":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(**settings)
     if "image_processor_type" in settings:
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -138,3 +143,27 @@ def test_sizes_are_those_of_transformers(height: int, width: int, least: int, un
         return
     want = smart_resize(height, width, unit, least, most)
     assert own_size((height, width), (least, most), unit) == want
+
+
+@pytest.mark.parametrize("least", [1, 10, 30, 256])
+@pytest.mark.parametrize("ratio", [1.2, 2.5])
+def test_crops_are_those_of_transformers(least: int, ratio: float) -> None:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    settings = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": least,
+        "pan_and_scan_max_num_crops": 4,
+        "pan_and_scan_min_ratio_to_activate": ratio,
+        "size": {"height": 28, "width": 28},
+    }
+    theirs, ours = Gemma3ImageProcessorPil(**settings), read_image_processing(settings)
+    for size in [*SIZES, (300, 701), (1100, 300), (600, 600)]:
+        pixels = picture(1, *size)
+        inputs = theirs(Image.fromarray(pixels), return_tensors="np")
+        found = [processed(each, ours) for each in (pixels, *crops_of(pixels, ours))]
+        assert len(found) == 1 + inputs["num_crops"][0], size
+        for each, want in zip(found, inputs["pixel_values"], strict=True):
+            scaled = patches_of(each, ours, 1).reshape(28, 28, 3).transpose(2, 0, 1)
+            assert np.abs(scaled - want).max() <= 1e-6, size

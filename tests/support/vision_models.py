@@ -59,22 +59,29 @@ CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'].upper() + ': 
 """LLaVA's own, but for what it does with whole strings: as there, images come first."""
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer whose tokens are bytes, and the placeholder in place of one of them."""
+def write_tokenizer(
+    folder: Path,
+    specials: tuple[str, ...] = ("<image>",),
+    merges: tuple[tuple[str, str], ...] = (),
+    template: str = CHAT_TEMPLATE,
+) -> None:
+    """Save a tokenizer whose tokens are bytes, what `merges` makes of them, and, from the placeholder
+    on, special tokens in place of others."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<s>", "</s>", *alphabet[: PLACEHOLDER - 2]]
-    tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
+    merged = ["".join(pair) for pair in merges]
+    names = ["<s>", "</s>", *alphabet[: PLACEHOLDER - 2 - len(merged)], *merged]
+    tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    for name in ("<s>", "</s>", "<image>"):
+    for name in ("<s>", "</s>", *specials):
         tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
-    assert tokenizer.token_to_id("<image>") == PLACEHOLDER
+    assert tokenizer.token_to_id(specials[0]) == PLACEHOLDER
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
 
 
 def data_url(pixels: np.ndarray) -> str:
@@ -244,3 +251,87 @@ def write_qwen(folder: Path, family: str) -> Any:
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(OWN_SIZES))
     return model
+
+
+GEMMA_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": EDGE, "width": EDGE},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "do_pan_and_scan": None,
+}
+"""Processor of the model below, as published ones are written."""
+GEMMA_FRAME = (PLACEHOLDER + 1, PLACEHOLDER + 2)
+GEMMA_PLACES = 4
+"""Means of two by two patches."""
+GEMMA_TEXT: dict[str, Any] = {
+    **{key: TEXT[key] for key in TEXT if key not in ("model_type", "hidden_act")},
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "image_token_index": PLACEHOLDER,
+    "boi_token_index": GEMMA_FRAME[0],
+    "eoi_token_index": GEMMA_FRAME[1],
+    "mm_tokens_per_image": GEMMA_PLACES,
+    "eos_token_id": [2],
+    "torch_dtype": "float32",
+    "text_config": {"model_type": "gemma3_text", **GEMMA_TEXT},
+    "vision_config": {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+}
+"""A config as these models were published; the first layers attend to seven positions."""
+
+
+def write_gemma3(folder: Path, **overrides: Any) -> Any:
+    """Save a Gemma 3 with images of random weights as `write_llava` saves a LLaVA. It answers with
+    no place of an image."""
+    import torch
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
+
+    torch.manual_seed(5)
+    sizes = {key: VISION[key] for key in VISION if key != "model_type"}
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**{**GEMMA_TEXT, **overrides}),
+        vision_config=SiglipVisionConfig(**sizes, vision_use_head=False),
+        image_token_index=PLACEHOLDER,
+        boi_token_index=GEMMA_FRAME[0],
+        eoi_token_index=GEMMA_FRAME[1],
+        mm_tokens_per_image=GEMMA_PLACES,
+    )
+    model: Any = Gemma3ForConditionalGeneration(config)
+    model.eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(0.0, 0.3 if "embed" in name else 0.15)
+        model.get_input_embeddings().weight[PLACEHOLDER:] = 0.0
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(GEMMA_PROCESSOR))
+    return model
+
+
+GEMMA_TOKENS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+GEMMA_TEMPLATE = """{% for message in messages %}{{ message['role'] + '\n' }}\
+{% if message['content'] is string %}{{ message['content'] }}{% else %}\
+{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}{{ '<start_of_image>' }}\
+{% else %}{{ part['text'] | trim }}{% endif %}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"""
+"""Gemma 3's own, but for the marks of turns."""
+
+
+def write_gemma3_tokenizer(folder: Path) -> None:
+    """Save a tokenizer that, like Gemma's, has tokens of several lines' ends."""
+    newline = "\u010a"
+    merges = ((newline, newline), (2 * newline, newline))
+    write_tokenizer(folder, GEMMA_TOKENS, merges, GEMMA_TEMPLATE)

@@ -18,6 +18,7 @@ that is what tells a question from a book; a long one never gets less than a qua
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import RowWork
@@ -84,19 +85,31 @@ class PromptRoom:
             or self._fitting(0, self._limits.max_model_len, self._left_s) > 0
         )
 
-    def take(self, start: int, gap: int) -> int:
+    def take(self, start: int, gap: int, undivided: Sequence[tuple[int, int]] = ()) -> int:
         """Return how many of a sequence's next `gap` tokens this step computes, from position
-        `start` on; they are taken.
+        `start` on, and all or none of each of the spans `undivided`; they are taken.
 
         0 where there is no room, or it is not the sequence's turn.
         """
         count = gap
         if gap > 1:  # with one token to go, the cache holding the rest, it is as good as a decode
             count = self._short(start, gap) if self._is_first_pass else self._long(start, gap)
+        if 0 < count < gap and undivided:
+            count = self._whole(start, count, undivided)
         if count:
             self._num_tokens_taken += count
             if self._pace is not None:
                 self._left_s -= self._pace.model.chunk_s(start, count)
+        return count
+
+    def _whole(self, start: int, count: int, undivided: Sequence[tuple[int, int]]) -> int:
+        """Return a count near `count` that divides no span: it ends before one, or, where that is
+        the first thing to compute, behind it. The limits leave room for one in each step."""
+        for first, end in undivided:
+            if first < start + count < end:
+                if first > start:
+                    return first - start
+                return end - start if end - start <= self._builder.num_tokens_left else 0
         return count
 
     def _short(self, start: int, gap: int) -> int:

@@ -218,7 +218,7 @@ class StepPlanner:
                 self._plan_chunk(sequence)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
-        count = self._prompts.take(sequence.num_planned, sequence.gap)
+        count = self._prompts.take(sequence.num_planned, sequence.gap, sequence.request.undivided)
         if count:
             metrics = sequence.request.metrics
             if metrics.first_scheduled_s is None:

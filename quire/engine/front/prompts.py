@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, NotRequired, SupportsIndex, TypedDict, TypeV
 
 from quire.core.images import PlacedImage
 from quire.core.params import BeamSearchParams, SamplingParams
+from quire.engine.front.image_marks import marks_of, write_plainly
 from quire.errors import InvalidParameterError, NotAvailableError
-from quire.media.reader import ImageReader
+from quire.media.known import check_uuid
+from quire.media.reader import ImageReader, ReadImage
 from quire.media.sources import ImageSource
 from quire.text.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ class PromptDict(TypedDict, total=False):
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
     mm_processor_kwargs: Mapping[str, Any]
+    multi_modal_uuids: Mapping[str, Any]
 
 
 class TextPrompt(TypedDict):
@@ -33,6 +36,7 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -43,18 +47,21 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
 
 
 Prompt = str | Sequence[int] | PromptDict | TextPrompt | TokensPrompt
 """Text, token ids, or a dict with either."""
 
 _NO_MEDIA = (
-    "multi_modal_uuids",
     "prompt_embeds",
     "encoder_prompt",
 )
 """Keys of prompts that mean nothing here."""
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
+_KEYS = (
+    "prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs",
+    "multi_modal_uuids",
+)  # fmt: skip
 
 
 class ParsedPrompt(NamedTuple):
@@ -91,10 +98,11 @@ def parse_prompt(
     salt: Any = None
     media: Any = None
     settings: Any = None
+    uuids: Any = None
     if isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, Mapping):
-        text, token_ids, salt, media, settings = map(prompt.get, _KEYS)
+        text, token_ids, salt, media, settings, uuids = map(prompt.get, _KEYS)
         for key in _NO_MEDIA:
             if prompt.get(key):
                 raise NotAvailableError(
@@ -116,16 +124,17 @@ def parse_prompt(
         raise InvalidParameterError(
             f"cache_salt must be text, not {type(salt).__name__}", param="cache_salt"
         )
-    if token_ids is None:
-        token_ids = _encode(text, tokenizer)
-    checked = check_token_ids(token_ids, vocab_size)
     shown = text if isinstance(text, str) else None
-    sources = _sources(media, settings)
+    sources = _sources(media, settings, uuids)
     if images is None:
         if sources or settings:
             raise no_images("multi_modal_data" if sources else "mm_processor_kwargs")
-        return ParsedPrompt(shown, checked, salt)
-    expanded = images.expand(checked, images.read(sources))
+        token_ids = _encode(text, tokenizer) if token_ids is None else token_ids
+        return ParsedPrompt(shown, check_token_ids(token_ids, vocab_size), salt)
+    read = images.read(sources, salt or "")
+    if token_ids is None:
+        token_ids = _encode(_marked(text, tokenizer, images, read), tokenizer)
+    expanded = images.expand(check_token_ids(token_ids, vocab_size), read)
     return ParsedPrompt(shown, expanded.token_ids, salt, expanded.images)
 
 
@@ -137,37 +146,60 @@ def no_images(param: str) -> InvalidParameterError:
     )
 
 
-def _sources(media: object, settings: object) -> list[ImageSource]:
-    """Return the images of a prompt's `multi_modal_data`, to be read with these settings."""
+def _marked(
+    text: object, tokenizer: Tokenizer | None, images: ImageReader, read: Sequence[ReadImage]
+) -> object:
+    """Return a text with what its marks of images stand for, where the model has any."""
+    vision = images.limits.vision
+    if vision.frame is None or tokenizer is None or not isinstance(text, str):
+        return text
+    return write_plainly(text, marks_of(vision, tokenizer, read))
+
+
+def _sources(media: object, settings: object, uuids: object) -> list[ImageSource]:
+    """Return the images of a prompt's `multi_modal_data`, to be read with these settings, and
+    named by these uuids."""
     if settings is not None and not isinstance(settings, Mapping):
         raise InvalidParameterError(
             "mm_processor_kwargs must be a dict such as {'max_pixels': 501760}, not "
             f"{type(settings).__name__}",
             param="mm_processor_kwargs",
         )
-    if media is None:
-        return []
-    if not isinstance(media, Mapping):
+    listed, names = _listed(media, "multi_modal_data"), _listed(uuids, "multi_modal_uuids")
+    if uuids is not None and media is None:
+        listed = [None] * len(names)
+    if names and len(names) != len(listed):
         raise InvalidParameterError(
-            f"multi_modal_data must be a dict such as {{'image': ...}}, not {type(media).__name__}",
-            param="multi_modal_data",
+            f"multi_modal_uuids has {len(names)} for {len(listed)} images; give one for each, or "
+            "None for those without",
+            param="multi_modal_uuids",
         )
-    others = sorted(
-        str(each) for each, given in media.items() if each != "image" and _is_any(given)
-    )
+    found = []
+    for number, each in enumerate(listed):
+        where = f"multi_modal_data['image'][{number}]"
+        uuid = check_uuid(names[number], f"multi_modal_uuids['image'][{number}]") if names else None
+        source = each if isinstance(each, ImageSource) else ImageSource(each, where)
+        found.append(source._replace(settings=settings, uuid=uuid or source.uuid))
+    return found
+
+
+def _listed(given: object, param: str) -> list[Any]:
+    """Return what a dict by kinds of media has for images."""
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(
+            f"{param} must be a dict such as {{'image': ...}}, not {type(given).__name__}",
+            param=param,
+        )
+    others = sorted(str(kind) for kind, each in given.items() if kind != "image" and _is_any(each))
     if others:
         raise NotAvailableError(
-            f"multi_modal_data with {', '.join(map(repr, others))} is not available in this "
-            "version; images are read under 'image'"
+            f"{param} with {', '.join(map(repr, others))} is not available in this version; "
+            "images are read under 'image'"
         )
-    given = media.get("image")
-    listed = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    return [
-        each._replace(settings=settings)
-        if isinstance(each, ImageSource)
-        else ImageSource(each, f"multi_modal_data['image'][{number}]", settings)
-        for number, each in enumerate(listed)
-    ]
+    images = given.get("image")
+    return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
 
 
 def _is_any(given: object) -> bool:

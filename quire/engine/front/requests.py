@@ -95,6 +95,7 @@ class RequestBuilder:
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
             content_ids=content_ids(prompt.token_ids, prompt.images),
+            undivided=self._undivided(prompt),
             sampling=digest.sampling._replace(
                 seed=self._seed(params),
                 thinking=self._thinking(digest, prompt),
@@ -130,6 +131,13 @@ class RequestBuilder:
                 "images; leave them out, or give the images: multi_modal_data, over HTTP a chat",
                 param="prompt",
             )
+
+    def _undivided(self, prompt: ParsedPrompt) -> tuple[tuple[int, int], ...]:
+        """Return the places of images that see one another both ways."""
+        vision = self._plan.spec.vision
+        if vision is None or not vision.sees_whole:
+            return ()
+        return tuple((image.first, image.end) for image in prompt.images)
 
     def _truncated(self, prompt: ParsedPrompt, keep: int | None) -> ParsedPrompt:
         if keep is None:
@@ -168,6 +176,7 @@ class RequestBuilder:
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
             content_ids=content_ids(prompt.token_ids, prompt.images),
+            undivided=self._undivided(prompt),
             sampling=params.to_row_sampling()._replace(adapter=adapter, images=prompt.images),
             beam=settings,
             max_tokens=max_tokens,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from quire.common.numbers import format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
+from quire.config.limits import SchedulerLimits
 from quire.engine.plan.memory import block_bytes
 from quire.errors import ConfigError
 from quire.models.declaration import DecoderSpec, VisionSpec
@@ -58,10 +59,13 @@ def plan_images(
     if vision.image_size is None:
         bounds = _limited(config, vision, bounds, longest)
     elif most * 3 * bounds.max_pixels > MAX_PIXEL_BYTES:
-        raise ConfigError(
-            f"limit_mm_per_prompt: {most} images of {vision.image_size} x {vision.image_size} "
-            f"pixels are more than a request may carry, {format_bytes(MAX_PIXEL_BYTES)}; lower it"
-        )
+        if "image" in (config.limit_mm_per_prompt or {}):
+            raise ConfigError(
+                f"limit_mm_per_prompt: {most} images of {vision.image_size} x {vision.image_size} "
+                f"pixels are more than a request may carry, {format_bytes(MAX_PIXEL_BYTES)}; lower "
+                "it"
+            )
+        most = MAX_PIXEL_BYTES // (3 * bounds.max_pixels)
     row_bytes = vision.num_projectors * spec.hidden_size * DTYPE_BYTES[dtype]
     image_bytes = bounds.max_places * row_bytes
     given = config.image_cache_memory
@@ -103,6 +107,21 @@ def _check_fit(vision: VisionSpec, processing: ImageProcessing) -> None:
         raise ConfigError(
             f"image_grid_pinpoints are {processing.grids} in preprocessor_config.json and "
             f"{vision.grids} in config.json; they must be the same"
+        )
+
+
+def check_undivided(vision: VisionSpec | None, places: int, limits: SchedulerLimits) -> None:
+    """Refuse limits under which an image of so many places, whose tokens see one another both ways,
+    finds no room in a step: beside decodes, and beside short prompts, which may take half of it
+    (`quire.core.scheduler.prompts`). Raises ConfigError."""
+    if vision is None or not vision.sees_whole or not limits.enable_chunked_prefill:
+        return
+    least = 2 * places + limits.max_num_seqs
+    if limits.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"max_num_batched_tokens={limits.max_num_batched_tokens}: a step computes "
+            f"all {places} places of an image together; give at least {least}, twice that and one "
+            f"for each of max_num_seqs={limits.max_num_seqs}"
         )
 
 

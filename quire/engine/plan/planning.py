@@ -21,7 +21,7 @@ from quire.engine.plan.applicable import check_options
 from quire.engine.plan.engine_plan import EnginePlan, Notes
 from quire.engine.plan.experts import ExpertPlan, plan_experts, suggesting
 from quire.engine.plan.graphs import MIN_GRAPH_TOKENS, GraphPlan, KVGroups, plan_graphs
-from quire.engine.plan.images import ImagePlan, plan_images
+from quire.engine.plan.images import ImagePlan, check_undivided, plan_images
 from quire.engine.plan.kv_memory import KVPlanner
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
@@ -122,6 +122,7 @@ class _Resolver:
             workspace_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
         limits = self._limits(block_size, max_num_seqs, num_batched)
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
+        check_undivided(spec.vision, 0 if images is None else images.max_places, limits)
         kv.note_groups(layout, limits, block_bytes)
         tiers = self._tiers(len(layout.windows) * block_bytes)
         draft = self._draft(layout, limits, dtype, kv_format)

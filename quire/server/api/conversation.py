@@ -36,6 +36,8 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     num_body_bytes: int = 0
     """Of the request that it came with."""
+    media_scope: str = ""
+    """Whose its images are (`Tenant.media_scope`)."""
 
     @property
     def shown_tools(self) -> Sequence[Mapping[str, Any]] | None:

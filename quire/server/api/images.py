@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from quire.core.images import Image
-from quire.media.reader import MAX_PREPARE_S, ImageReader
+from quire.media.reader import MAX_PREPARE_S, ImageReader, ReadImage
 from quire.media.sources import ImageSource
 from quire.server.http.errors import unavailable_feature
 
 
-async def read_images(reader: ImageReader | None, sources: Sequence[ImageSource]) -> list[Image]:
-    """Read images in order, at once. Raises ApiError 400 where the model reads none, and a
-    QuireError for an image that cannot be used."""
+async def read_images(
+    reader: ImageReader | None, sources: Sequence[ImageSource], scope: str = ""
+) -> list[ReadImage]:
+    """Read images in order, at once; `scope` is whose they are. Raises ApiError 400 where the model
+    reads none, and a QuireError for an image that cannot be used."""
     if not sources:
         return []
     if reader is None:
@@ -26,7 +27,7 @@ async def read_images(reader: ImageReader | None, sources: Sequence[ImageSource]
     futures = []
     try:
         for source in sources:
-            futures.append(asyncio.wrap_future(reader.submit(source)))
+            futures.append(asyncio.wrap_future(reader.submit(source, scope)))
         found = []
         for source, future in zip(sources, futures, strict=True):
             try:

@@ -20,6 +20,7 @@ import msgspec
 from quire.core.params import ThinkTags
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.client import ModelInfo
+from quire.engine.front.image_marks import marks_of
 from quire.engine.front.think_tags import tokens_of_tags
 from quire.errors import ConfigError
 from quire.media.parts import take_images
@@ -290,6 +291,7 @@ class PromptEncoder:
             return num_chars
 
         def render() -> tuple[str, list[int]]:
+            """The text with its origins, and its tokens."""
             shown = chosen.needs.fit_messages(without_developer(messages, chosen))
             draw = partial(
                 chosen.render,
@@ -303,14 +305,18 @@ class PromptEncoder:
                 continue_final_message=conversation.is_continued,
             )
             _check_roles(shown, draw)
-            return "".join((text,)), encode_chat(tokenizer, text)
+            return text, encode_chat(tokenizer, text)
 
         is_large = len(messages) > _INLINE_MESSAGES
         num_chars = await off_loop(SMALL + 1 if is_large else conversation.num_body_bytes, count)
-        text, token_ids = await self.work(num_chars, render)
-        images = await read_images(self._images, sources)
+        rendered, token_ids = await self.work(num_chars, render)
+        text = "".join((rendered,))
+        images = await read_images(self._images, sources, conversation.media_scope)
         if self._images is None:
             return EncodedChat(text, token_ids)
+        marks = marks_of(self._images.limits.vision, tokenizer, images)
+        if marks:
+            token_ids = await self.work(num_chars, lambda: encode_chat(tokenizer, rendered, marks))
         return EncodedChat(text, *self._images.expand(token_ids, images, "messages"))
 
     @property

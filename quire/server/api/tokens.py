@@ -79,6 +79,7 @@ class Tokens:
                 template_kwargs=body.chat_template_kwargs,
                 documents=body.documents or None,
                 num_body_bytes=size,
+                media_scope=call_of(request).tenant.media_scope(None),
             )
             token_ids = (await prompts.encode_chat(conversation)).token_ids
         answer: dict[str, Any] = {

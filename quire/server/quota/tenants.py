@@ -81,6 +81,11 @@ class Tenant:
         """Whether what it uses in a minute is limited."""
         return self.tokens_per_minute is not None or self.requests_per_minute is not None
 
+    def media_scope(self, salt: str | None) -> str:
+        """Return whose images are named by a request's uuids: always the tenant's own, narrowed by
+        the body's `cache_salt`."""
+        return f"{len(self.name)}:{self.name}:{salt or ''}"
+
     def cache_salt(self, requested: str | None) -> str | None:
         """Return the salt of a request's cache entries: the tenant's, narrowed by what the body
         asks for.

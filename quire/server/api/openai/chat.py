@@ -204,6 +204,7 @@ class ChatCompletions:
             template_kwargs=_template_kwargs(body, self._api.prompts.template_source, call),
             documents=body.documents or None,
             num_body_bytes=size,
+            media_scope=call.tenant.media_scope(body.cache_salt),
         )
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:

@@ -312,6 +312,7 @@ class Responses:
             asked=forms,
             template_kwargs=_effort(body, api.prompts.template_source, call),
             num_body_bytes=call.num_body_bytes,
+            media_scope=call.tenant.media_scope(body.cache_salt),
         )
         return _Input(conversation, messages, items, list(offered[0]))
 
