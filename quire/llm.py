@@ -281,8 +281,8 @@ class LLM(PoolingCalls, DecisionCalls):
         return DecisionPrompts(tokenizer, self._template(None) if has_template else None)
 
     def _marked(
-        self, sources: Sequence[ImageSource], settings: Mapping[str, Any] | None
-    ) -> tuple[Sequence[ImageSource], Marks | None]:
+        self, sources: list[ImageSource], settings: Mapping[str, Any] | None
+    ) -> tuple[list[ImageSource], Marks | None]:
         """Read the images of a chat whose text depends on them, and return them with what it has in
         their places; leave others to be read with their prompt."""
         reader = self.engine.images

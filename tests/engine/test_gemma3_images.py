@@ -188,7 +188,8 @@ def test_prompts_are_those_of_transformers(pan: bool, speaking: LLM, folder: Pat
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     place, before, behind = GEMMA_TOKENS
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer = fast(
         tokenizer_file=str(folder / "tokenizer.json"),
         eos_token="</s>",
         extra_special_tokens={"image_token": place, "boi_token": before, "eoi_token": behind},
@@ -200,7 +201,7 @@ def test_prompts_are_those_of_transformers(pan: bool, speaking: LLM, folder: Pat
     images = [pillow.fromarray(picture(1, 30, 95)), pillow.fromarray(picture(2, 28, 28))]
     text = f"user\n{before}What\n\n{before}\n is it?\n"
     want = processor(text=[text], images=[images], **settings)["input_ids"][0]
-    more = {"mm_processor_kwargs": settings}
+    more: dict[str, Any] = {"mm_processor_kwargs": settings}
     [raw] = _run(speaking, {"prompt": text, "multi_modal_data": {"image": images}, **more})
     assert list(raw.prompt_token_ids) == list(want)
     parts = [

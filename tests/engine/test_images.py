@@ -354,6 +354,25 @@ def test_what_is_no_prompt_with_images_is_refused(prompt: Any, says: str, llm: L
         _run(llm, prompt)
 
 
+def test_an_image_is_found_again_by_its_uuid(folder: Path, theirs: Any) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        asked = {**_prompt(picture(1), picture(2)), "multi_modal_uuids": {"image": ["a", None]}}
+        [first] = _run(llm, asked)
+        again = {**asked, "multi_modal_data": {"image": [None, picture(2)]}}
+        assert _run(llm, again)[0].outputs[0].logprobs == first.outputs[0].logprobs
+        alone = {"prompt_token_ids": [1, PLACEHOLDER], "multi_modal_uuids": {"image": "a"}}
+        assert _run(llm, alone)[0].error is None
+        for wrong, says in (
+            ({**alone, "multi_modal_uuids": {"image": "b"}}, "no image is known by the uuid 'b'"),
+            ({**alone, "cache_salt": "s"}, "no image is known"),
+            ({**asked, "multi_modal_uuids": {"image": ["a"]}}, "has 1 for 2 images"),
+            ({**alone, "multi_modal_uuids": "a"}, "must be a dict"),
+            ({**alone, "multi_modal_uuids": {"image": [3]}}, "text of 1 to 256"),
+        ):
+            with pytest.raises(InvalidParameterError, match=says):
+                _run(llm, wrong)
+
+
 def test_what_is_not_available_is_said_by_name(llm: LLM) -> None:
     with pytest.raises(NotAvailableError, match="'video'"):
         _run(llm, {"prompt_token_ids": [1], "multi_modal_data": {"video": [1]}})

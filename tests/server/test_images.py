@@ -12,6 +12,7 @@ from servers import RunningServer, serve_model
 from vision_models import NUM_TOKENS, data_url, picture, write_llava, write_tokenizer
 
 from quire import LLM, SamplingParams
+from quire.server.quota.tenants import Tenant, key_ring
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")
@@ -141,6 +142,52 @@ def test_responses_and_messages_take_images(server: RunningServer) -> None:
         timeout=60,
     ).json()
     assert count["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def _named(uuid: str, seed: int | None = None) -> dict[str, Any]:
+    url = None if seed is None else {"url": data_url(picture(seed))}
+    return {"type": "image_url", "image_url": url, "uuid": uuid}
+
+
+def test_an_image_with_a_name_need_not_be_sent_again(server: RunningServer) -> None:
+    unknown = _ask(server, [_named("cat"), TEXT])
+    assert unknown.status_code == 400 and "'cat'" in unknown.json()["error"]["message"]
+    first = _ask(server, [_named("cat", 1), TEXT]).json()
+    by_name = _ask(server, [_named("cat"), TEXT]).json()
+    assert first["choices"] == by_name["choices"]
+    assert first["choices"] == _ask(server, [_url(1), TEXT]).json()["choices"]
+    other = _ask(server, [_named("cat", 2), TEXT]).json()  # the image counts, not the name
+    assert other["choices"] == _ask(server, [_url(2), TEXT]).json()["choices"]
+    assert _ask(server, [_named("cat"), TEXT]).json()["choices"] == other["choices"]
+    wrong = _ask(server, [{**_url(1), "uuid": 3}, TEXT])
+    assert wrong.status_code == 400 and "uuid" in wrong.json()["error"]["param"]
+
+
+def test_names_of_images_are_known_within_a_salt(server: RunningServer) -> None:
+    assert _ask(server, [_named("dog", 1), TEXT], cache_salt="a").status_code == 200
+    assert _ask(server, [_named("dog"), TEXT], cache_salt="a").status_code == 200
+    for salt in ({}, {"cache_salt": "b"}):
+        answer = _ask(server, [_named("dog"), TEXT], **salt)
+        assert answer.status_code == 400 and "send the image" in answer.json()["error"]["message"]
+
+
+def test_no_tenant_reaches_another_s_image(folder: Path) -> None:
+    """Whether or not their caches are kept apart."""
+    tenants = [(Tenant("a", is_isolated=False), ["sk-of-tenant-a"]),
+               (Tenant("b", is_isolated=False), ["sk-of-tenant-b"])]  # fmt: skip
+    with serve_model(model=str(folder), keys=key_ring(tenants), **OPTIONS) as server:
+        body = {"messages": [{"role": "user", "content": [_named("x", 1), TEXT]}], **FIXED}
+        again = {"messages": [{"role": "user", "content": [_named("x"), TEXT]}], **FIXED}
+
+        def ask(key: str, asked: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(
+                server.url + CHAT, json=asked, headers=headers, timeout=60
+            ).status_code
+
+        assert ask("sk-of-tenant-a", body) == 200
+        assert ask("sk-of-tenant-a", again) == 200
+        assert ask("sk-of-tenant-b", again) == 400
 
 
 def test_files_of_the_allowed_folder(server: RunningServer, folder: Path) -> None:

@@ -300,10 +300,11 @@ def write_gemma3(folder: Path, **overrides: Any) -> Any:
     )
 
     torch.manual_seed(5)
-    sizes = {key: VISION[key] for key in VISION if key != "model_type"}
+    sizes: dict[str, Any] = {key: VISION[key] for key in VISION if key != "model_type"}
+    sizes["vision_use_head"] = False
     config = Gemma3Config(
         text_config=Gemma3TextConfig(**{**GEMMA_TEXT, **overrides}),
-        vision_config=SiglipVisionConfig(**sizes, vision_use_head=False),
+        vision_config=SiglipVisionConfig(**sizes),
         image_token_index=PLACEHOLDER,
         boi_token_index=GEMMA_FRAME[0],
         eoi_token_index=GEMMA_FRAME[1],

@@ -102,6 +102,74 @@ def test_what_is_behind_the_window_may_be_anything(
     assert want.isfinite().all() and torch.equal(got, want)
 
 
+def _key_ends(lens: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Of sequences' last tokens: one behind themselves, or, within a span, where that ends."""
+    found = list[int]()
+    for count, end in lens:
+        for position in range(end - count, end):
+            ends = [min(last, end) for first, last in spans if first <= position < last]
+            found.append(ends[0] if ends else position + 1)
+    return torch.tensor(found, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 30}, {"soft_cap": 3.0}, {"sinks": SINKS[:4]}])
+def test_positions_that_see_more_agree_with_the_reference(
+    native_isa: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    case = paged.random(((100, 100), (70, 170), (1, 90), (40, 64), (1, 1)), 2, 40, dtype)
+    query, ends = draw_query(case, 4), _key_ends(case.lens, [(3, 40), (60, 130), (150, 170)])
+    got = attend(native_isa, case, query, key_ends=ends, **options)
+    assert_near(got, attend(reference, case, query, key_ends=ends, **options))
+    causal = attend(native_isa, case, query, **options)
+    own = _key_ends(case.lens, [])
+    assert torch.equal(attend(native_isa, case, query, key_ends=own, **options), causal)
+    assert torch.equal(got[ends == own], causal[ends == own]), "others keep their bits"
+    assert not torch.equal(got, causal)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("options", [{}, {"window": 70}])
+def test_chunks_that_divide_no_span_change_no_bit(
+    native_isa: Kernels, paged: type[Paged], kv_format: str, options: dict[str, Any]
+) -> None:
+    whole = paged.random(((200, 200),), 2, 40)
+    spans = [(3, 40), (60, 130), (150, 190)]
+    query = draw_query(whole, 4)
+    want = attend(
+        native_isa, whole, query, kv_format=kv_format, key_ends=_key_ends(whole.lens, spans),
+        **options,
+    )  # fmt: skip
+    cuts = [0, 1, 3, 40, 41, 60, 130, 149, 190, 199, 200]
+    lens = tuple((end - start, end) for start, end in pairwise(cuts))
+    parts = replace(
+        whole,
+        lens=lens,
+        keys=tuple(whole.keys[0][:end] for _, end in lens),
+        values=tuple(whole.values[0][:end] for _, end in lens),
+    )
+    for block_size in (16, 5):
+        got = attend(
+            native_isa, parts, query, block_size, kv_format=kv_format,
+            key_ends=_key_ends(lens, spans), **options,
+        )  # fmt: skip
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), block_size
+
+
+@pytest.mark.parametrize("ends", [[1, 2, 2, 4], [1, 2, 3, 5], [1, 4, 3, 4], [-1, 2, 3, 4]], ids=str)
+def test_positions_that_cannot_be_seen_are_refused(
+    native_isa: Kernels, paged: type[Paged], ends: list[int]
+) -> None:
+    case = paged.random(((4, 4),), 2, 40)
+    with pytest.raises(ValueError, match="is to see positions below"):
+        key_ends = torch.tensor(ends, dtype=torch.int32)
+        attend(native_isa, case, draw_query(case, 4), key_ends=key_ends)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}, {"sinks": SINKS[:4]}])

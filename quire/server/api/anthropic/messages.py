@@ -238,7 +238,7 @@ class Messages:
             is_continued=bool(body.messages) and body.messages[-1].role == "assistant",
             template_kwargs=self._template_kwargs(call, body),
             num_body_bytes=size,
-            media_scope=call.tenant.media_scope(body.cache_salt),
+            media_scope=call.tenant.media_scope(getattr(body, "cache_salt", None)),
         )
 
         async def encode(turns: Sequence[Turn]) -> tuple[Conversation, EncodedChat]:
