@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 
-TOOL_PARSERS = ("hermes", "mistral", "llama3_json")
+TOOL_PARSERS = ("hermes", "mistral", "llama3_json", "harmony")
 REASONING_PARSERS = ("think", "mistral", "harmony")
 METRICS_PREFIXES = ("quire", "vllm")
 

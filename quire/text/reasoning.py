@@ -28,7 +28,8 @@ class ReasoningFormat:
     begin: str
     end: str
     plain: str = ""
-    """What an answer without reasoning begins with, where it has a mark too."""
+    """What an answer without reasoning begins with, where it has a mark too (only of formats that
+    have a parser of their own)."""
     shown: str = ""
     """What a template that knows the tags contains; nothing: the second one."""
     has_special_parts: bool = False
@@ -50,7 +51,8 @@ HARMONY = ReasoningFormat(
     shown="<|channel|>analysis<|message|>",
     has_special_parts=True,
 )
-"""gpt-oss: what it thinks is a message of its own, on another channel than the answer."""
+"""gpt-oss: what it thinks is a message of its own, on another channel than the answer. `begin` and
+`end` are what a usual answer has; `quire.text.harmony` reads all of them."""
 REASONING_FORMATS = {each.name: each for each in (THINK, MISTRAL_THINK, HARMONY)}
 
 
@@ -75,8 +77,8 @@ class ReasoningText(NamedTuple):
 
 
 class ReasoningParser:
-    """Reads one answer. `feed` it pieces, then `flush` it. `is_inside`:
-    the prompt ended with the first mark."""
+    """Reads an answer in a format other than harmony (`quire.text.harmony`). `feed` it pieces, then
+    `flush` it. `is_inside`: the prompt ended with the first mark."""
 
     def __init__(self, form: ReasoningFormat, *, is_inside: bool = False) -> None:
         self._form = form
@@ -120,11 +122,7 @@ class ReasoningParser:
             if rest.startswith(begin):
                 self._state, self._is_fresh, self.has_begun = _INSIDE, True, True
                 return rest[len(begin) :]
-            plain = self._form.plain
-            if plain and rest.startswith(plain):
-                self._state, self._is_fresh = _OUTSIDE, True
-                return rest[len(plain) :]
-            if begin.startswith(rest) or plain.startswith(rest):
+            if begin.startswith(rest):
                 return text
         self._state = _OUTSIDE
         return text

@@ -4,7 +4,9 @@ A prompt is what transformers renders of the same messages and tools, key for ke
 templates fail, or write "None", where an API's client may leave something out: an assistant's
 content beside calls, a function's description. Where transformers renders such a chat nothing is
 changed; only where it does not, the empty value is filled in. Lists of text parts go to templates
-that read them, and are joined with line breaks for others.
+that read them, and are joined with line breaks for others. A template that reads reasoning before
+a call under the name `thinking` alone is given it so, and one that shows only the first of a
+message's calls, or refuses several, is given a message for each call, its results behind it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,17 @@ _PARAMETERS: Final = {
 _FUNCTION: Final = {"name": "probe", "description": "probes", "parameters": _PARAMETERS}
 _NOTHINGS: Final = ("None", "null", "Undefined")
 _PARTS: Final = ("alpha", "omega")
+_OTHER_CALL: Final = {
+    "id": "ihgfedcba",
+    "type": "function",
+    "function": {"name": "inquire", "arguments": {"a": "y"}},
+}
+_OTHER_ANSWER: Final = {
+    "role": "tool",
+    "tool_call_id": "ihgfedcba",
+    "name": "inquire",
+    "content": "4",
+}
 
 
 class TemplateNeeds:
@@ -43,10 +56,51 @@ class TemplateNeeds:
         self._reads_parts = lru_cache(64)(self._find_reads_parts)  # any name may come as a role
         self._needs_parts = lru_cache(64)(self._find_needs_parts)
         self._lacks = cache(self._find_lacks)
+        self._reads_thinking = cache(self._find_reads_thinking)
+        self._refuses_text_beside = cache(self._find_refuses_text_beside)
+        self._needs_single_calls = cache(self._find_needs_single_calls)
 
     def fit_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with contents that the template can render."""
-        return [self._fit_message(message) for message in messages]
+        if any(len(message.get("tool_calls") or ()) > 1 for message in messages):
+            messages = _one_call_each(messages) if self._needs_single_calls() else messages
+        return [self._fit_thinking(self._fit_message(message)) for message in messages]
+
+    def _fit_thinking(self, message: Message) -> Message:
+        thought, content = message.get("reasoning_content"), message.get("content")
+        if not (thought and message.get("tool_calls") and self._reads_thinking()):
+            return message
+        if not content:
+            return {"thinking": thought, **message}
+        if "thinking" in message or not isinstance(content, str):
+            return message
+        if self._refuses_text_beside():
+            return {**message, "thinking": f"{thought}\n{content}", "content": ""}
+        return {**message, "thinking": thought}
+
+    def _render_called(self, **extra: Any) -> str:
+        """Render a chat with a call whose message has more than that."""
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL], **extra}
+        return self._render([_USER, called, *_ANSWERS], []) or ""
+
+    def _find_reads_thinking(self) -> bool:
+        """Return whether reasoning before a call is shown under that name, and no other."""
+        return _PARTS[0] in self._render_called(thinking=_PARTS[0]) and _PARTS[
+            0
+        ] not in self._render_called(reasoning_content=_PARTS[0])
+
+    def _find_refuses_text_beside(self) -> bool:
+        """Return whether a message with a call may not have both reasoning and a content."""
+        return not self._render_called(thinking=_PARTS[0], content=_PARTS[1])
+
+    def _find_needs_single_calls(self) -> bool:
+        """Return whether calls are shown only if each has a message of its own."""
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL, _OTHER_CALL]}
+        chat = [_USER, called, *_ANSWERS, _OTHER_ANSWER]
+        name = _OTHER_CALL["function"]["name"]  # type: ignore[index]
+        if name in (self._render(_without_names(chat), []) or ""):
+            return False
+        return name in (self._render(_without_names(_one_call_each(chat)), []) or "")
 
     def fit_tools(self, tools: Sequence[Message]) -> list[Message]:
         """Return the tools with what the template cannot do without."""
@@ -149,6 +203,36 @@ class TemplateNeeds:
             {name: None} if is_null else {}
         )
         return render(without) is None and render(_FUNCTION) is not None
+
+
+def _without_names(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose results do not name their functions, so that only calls do."""
+    return [{key: value for key, value in message.items() if key != "name"} for message in messages]
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with one for each call, followed by its results: those with its id, and
+    behind a message's last call those without any. Text and reasoning stay with the first."""
+    out: list[Message] = []
+    position = 0
+    while position < len(messages):
+        message, position = messages[position], position + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            out.append(message)
+            continue
+        end = position
+        while end < len(messages) and messages[end].get("role") == "tool":
+            end += 1
+        results, position = list(messages[position:end]), end
+        rest = {"role": message["role"], "content": ""}
+        for number, call in enumerate(calls):
+            out.append({**(rest if number else message), "tool_calls": [call]})
+            is_last = number == len(calls) - 1
+            own = [r for r in results if is_last or r.get("tool_call_id") == call.get("id")]
+            results = [r for r in results if r not in own]
+            out += own
+    return out
 
 
 def joined_text(content: object) -> str:

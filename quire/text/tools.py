@@ -34,12 +34,23 @@ class ToolFormat:
     """The objects stand in a JSON list."""
     glue: str = ""
     """White space that the model puts between marker and object."""
+    has_special_parts: bool = False
+    """Calls are messages of their own, with several marks (`quire.text.harmony`)."""
+
+    @property
+    def first_mark(self) -> str:
+        """What a call begins with, which may be one token; "" where there is no such mark."""
+        return self.begin[: self.begin.find(">") + 1] if self.has_special_parts else self.begin
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", glue="\n")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", is_list=True)
 LLAMA3 = ToolFormat("llama3_json", "", "", "parameters")
-FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA3)}
+HARMONY_CALLS = ToolFormat(
+    "harmony", "<|channel|>commentary to=functions.", "<|call|>", has_special_parts=True
+)
+"""Of gpt-oss; `begin` and `end` are what a usual call has."""
+FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA3, HARMONY_CALLS)}
 
 
 def format_of_template(source: str) -> ToolFormat | None:
@@ -49,6 +60,8 @@ def format_of_template(source: str) -> ToolFormat | None:
     Templates that say nothing of tools get Hermes' notation, which is only ever written where a
     grammar forces it.
     """
+    if "<|channel|>commentary" in source and '"functions."' in source:
+        return HARMONY_CALLS
     if "[TOOL_CALLS]" in source and "[ARGS]" not in source:
         return MISTRAL
     if "<tool_call>" in source and "<function=" not in source:

@@ -12,8 +12,8 @@ from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
 from quire.server.api.answer_format import AnswerFormat, ReasoningTags
 from quire.server.api.tools import Demand, Function, Mode, ToolUse, settle_tools
 from quire.server.http.errors import ApiError
-from quire.text.reasoning import HARMONY, MISTRAL_THINK, THINK
-from quire.text.tools import HERMES
+from quire.text.reasoning import HARMONY, MISTRAL_THINK, THINK, ReasoningText
+from quire.text.tools import HARMONY_CALLS, HERMES, CallArguments, CallBegin
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -118,36 +118,92 @@ def test_thoughts_may_come_before_a_form_and_must_end_where_the_prompt_began_the
     assert not accepts(answer_format, [*opening, *thought, *end, *b"text"])
 
 
-def test_channels_come_before_a_form() -> None:
-    """Of a model that writes each mark with several tokens, some of them special."""
-    marks = ReasoningTags(HARMONY, is_special=True)
-    names = ("channel", "message", "end", "start")
-    ids = {f"<|{name}|>": 256 + place for place, name in enumerate(names)}
-    tokens = Vocabulary(
-        [*(bytes([byte]) for byte in range(256)), *(name.encode() for name in ids), b"<end>"],
-        frozenset(range(256, 261)),
-        (260,),
-    )
-    given = AnswerFormat(marks).constraints(JSON, "x")
+CHANNEL_NAMES = ("channel", "message", "end", "start", "constrain")
+CHANNEL_IDS = {f"<|{name}|>": 256 + place for place, name in enumerate(CHANNEL_NAMES)}
+CHANNEL_TOKENS = Vocabulary(
+    [*(bytes([byte]) for byte in range(256)), *(name.encode() for name in CHANNEL_IDS), b"<end>"],
+    frozenset(range(256, 262)),
+    (261,),
+)
+"""Of a model that writes each mark with several tokens, some of them special."""
+CHANNELS = ReasoningTags(HARMONY, is_special=True)
+THOUGHT, FINAL = "<|channel|>analysis<|message|>Hm {", "<|channel|>final<|message|>"
+TURN = "<|end|><|start|>assistant"
+CALLED = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+
+
+def check_channels(
+    answer_format: AnswerFormat, form: StructuredOutputsParams | None, texts: dict[str, bool]
+) -> None:
+    """Check which of the texts an answer may be."""
+    given = answer_format.constraints(form, "x")
     assert given["skip_special_tokens"] is False
-    grammar = compile_grammar(given["structured_outputs"].wire, NativeVocabulary(tokens))
-
-    def encoded(text: str) -> list[int]:
+    grammar = compile_grammar(given["structured_outputs"].wire, NativeVocabulary(CHANNEL_TOKENS))
+    for text, is_good in texts.items():
         parts = re.split(r"(<\|[a-z]+\|>)", text)
-        return [each for part in parts for each in ([ids[part]] if part in ids else part.encode())]
-
-    thought, final = "<|channel|>analysis<|message|>Hm {", "<|channel|>final<|message|>"
-    turn = "<|end|><|start|>assistant"
-    for text, is_good in (
-        (f'{final}{{"a": 1}}', True),
-        (f'{thought}{turn}{final}{{"a": 1}}', True),
-        ('{"a": 1}', False),
-        (f"{thought}{turn}{final}text", False),
-        (f'{thought}{final}{{"a": 1}}', False),
-    ):
-        matcher, data = grammar.deep_copy(), encoded(text)
+        data = [
+            each
+            for part in parts
+            for each in ([CHANNEL_IDS[part]] if part in CHANNEL_IDS else part.encode())
+        ]
+        matcher = grammar.deep_copy()
         is_met = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
         assert is_met == is_good, text
+
+
+def test_channels_come_before_a_form() -> None:
+    texts = {
+        f'{FINAL}{{"a": 1}}': True,
+        f'{THOUGHT}{TURN}{FINAL}{{"a": 1}}': True,
+        '{"a": 1}': False,
+        f"{THOUGHT}{TURN}{FINAL}text": False,
+        f'{THOUGHT}{FINAL}{{"a": 1}}': False,
+    }
+    check_channels(AnswerFormat(CHANNELS), JSON, texts)
+
+
+@pytest.mark.parametrize("mode", ["required", "named", "auto"])
+@pytest.mark.parametrize("form", [None, JSON])
+def test_calls_on_a_channel_have_their_form(
+    mode: Mode, form: StructuredOutputsParams | None
+) -> None:
+    """Behind reasoning and remarks; where no call is demanded, a text may come in its place."""
+    function = Function(name="f", parameters=JSON.json, strict=True)
+    demand = Demand(mode=mode, names={"f"} if mode == "named" else None)
+    settled = asyncio.run(
+        settle_tools([function], demand, (HARMONY_CALLS, 256), has_form=form is not None)
+    )
+    remark = "<|channel|>commentary<|message|>I look."
+    is_free = mode == "auto"
+    texts = {
+        CALLED: True,
+        f"{THOUGHT}{TURN}{remark}{TURN}{CALLED}": True,
+        CALLED.replace("1", '"x"'): False,
+        CALLED.replace("functions.f", "functions.g"): False,
+        f"{CALLED}{TURN}{CALLED}": False,
+        f"{THOUGHT}{TURN}{FINAL}Four.": is_free and form is None,
+        f'{FINAL}{{"a": 1}}': is_free,
+        "Four.": False,
+    }
+    check_channels(AnswerFormat(CHANNELS, tools=settled), form, texts)
+
+
+def test_channels_are_read_by_one_parser_or_two() -> None:
+    """Also where the operator chose other notations for reasoning, or for calls."""
+    tools_of_channels = ToolUse(
+        mode="auto", shown=[], form=HARMONY_CALLS, grammar=None, shows_special=True
+    )
+    thought = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+    hermes = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    called = [CallBegin(0, "f"), CallArguments(0, '{"a": 1}')]
+    for answer_format, text in (
+        (AnswerFormat(CHANNELS, tools=tools_of_channels), thought + CALLED),
+        (AnswerFormat(CHANNELS, tools=tools("auto")), thought + FINAL + hermes),
+        (AnswerFormat(PLAIN, tools=tools_of_channels), "<think>Hm</think>\n" + CALLED),
+    ):
+        reader = answer_format.reader()
+        assert reader.feed(text, [], is_last=True) == [ReasoningText("Hm"), *called]
+        assert reader.num_calls == 1
 
 
 def test_thoughts_may_come_before_calls_that_are_demanded() -> None:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.text.reasoning import (
-    HARMONY,
     MISTRAL_THINK,
     THINK,
     ReasoningParser,
@@ -137,37 +136,3 @@ def test_the_marks_are_read_off_the_template(shared: Path) -> None:
     assert {
         name: reasoning_of_template((folder / f"{name}.jinja").read_text()) for name in known
     } == known
-
-
-HARMONY_ANSWERS = {
-    "<|channel|>analysis<|message|>Hm <|end|>.<|end|><|start|>assistant<|channel|>final<|message|>Four.": [
-        ReasoningText("Hm <|end|>."), Text("Four."),
-    ],
-    "<|channel|>final<|message|>Four.": [Text("Four.")],
-    "<|channel|>analysis<|message|>cut": [ReasoningText("cut")],
-    "<|channel|>commentary<|message|>else": [Text("<|channel|>commentary<|message|>else")],
-    "<|chan": [Text("<|chan")],
-    "Four.": [Text("Four.")],
-    "<|channel|>final<|message|>": [],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("answer", HARMONY_ANSWERS)
-def test_channels_are_reasoning_and_answer(answer: str) -> None:
-    for size in (1, 2, 7, len(answer)):
-        parser = ReasoningParser(HARMONY)
-        pieces = [answer[place : place + size] for place in range(0, len(answer), size)]
-        events = [event for piece in pieces for event in parser.feed(piece)] + parser.flush()
-        joined = [kind("".join(each.text for each in some)) for kind, some in groupby(events, type)]
-        assert joined == HARMONY_ANSWERS[answer], size
-
-
-def test_templates_of_gpt_oss_are_known(shared: Path) -> None:
-    folder = shared / "data/tokenizers/llama_cpp_chat_templates"
-    found = {
-        path.name
-        for path in folder.glob("*.jinja")
-        if reasoning_of_template(path.read_text()) is HARMONY
-    }
-    assert found == {"openai-gpt-oss-120b.jinja"}
-    assert not is_thinking(HARMONY, "<|start|>user<|message|>Hi<|end|><|start|>assistant")

@@ -15,10 +15,12 @@ from typing import Any
 from quire.core.grammars import Grammar
 from quire.core.structure import StructuredOutputsParams, lark_literal
 from quire.grammar.backend import embedded_schema
+from quire.server.api.channels import with_form
 from quire.server.api.tools import ToolUse
 from quire.server.http.errors import bad_request
-from quire.text.reasoning import ReasoningFormat, ReasoningParser, ReasoningText
-from quire.text.tools import CallArguments, CallBegin, Text, ToolParser
+from quire.text.harmony import HarmonyParser
+from quire.text.reasoning import HARMONY, ReasoningFormat, ReasoningParser, ReasoningText
+from quire.text.tools import HARMONY_CALLS, CallArguments, CallBegin, Text, ToolParser
 
 Event = ReasoningText | Text | CallBegin | CallArguments
 
@@ -54,6 +56,11 @@ class AnswerFormat:
         """Whether all answers are calls, so that an output schema for text has no effect."""
         return self.tools is not None and self.tools.is_enforced
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether calls are messages on channels, beside those of reasoning."""
+        return self.tools is not None and self.tools.form is HARMONY_CALLS
+
     def reader(self) -> AnswerReader:
         """Return a reader for one answer."""
         return AnswerReader(self)
@@ -69,8 +76,12 @@ class AnswerFormat:
                     f"{param}: beside tools an answer that is text can have the form of JSON alone",
                     param=param,
                 )
-            grammar = _either(_json_grammar(form.wire), grammar.text)
-        if self.tags is not None and form is not None and not self.is_call:
+            text = _json_grammar(form.wire)
+            either = with_form if self.has_channels else _either
+            grammar = either(text, grammar.text)
+        if self.has_channels and grammar is not None:
+            pass  # it has room for reasoning already
+        elif self.tags is not None and form is not None and not self.is_call:
             text = _json_grammar(form.wire) if grammar is None else grammar.text
             grammar = _after_reasoning(text, self.tags, self.is_inside)
         elif self.tags is not None and self.is_call and grammar is not None:
@@ -136,10 +147,18 @@ class AnswerReader:
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         tags, tools = answer_format.tags, answer_format.tools
-        self._reasoning = (
-            None if tags is None else ReasoningParser(tags.form, is_inside=answer_format.is_inside)
-        )
-        self._calls = None if tools is None else ToolParser(tools.form)
+        is_inside = answer_format.is_inside
+        self._reasoning: ReasoningParser | HarmonyParser | None = None
+        self._calls: ToolParser | HarmonyParser | None = None
+        if tags is not None and tags.form is not HARMONY:
+            self._reasoning = ReasoningParser(tags.form, is_inside=is_inside)
+        elif tags is not None and not answer_format.has_channels:
+            self._reasoning = HarmonyParser(reads_calls=False, is_inside=is_inside)
+        if answer_format.has_channels:
+            is_all = tags is not None and tags.form is HARMONY
+            self._calls = HarmonyParser(reads_reasoning=is_all, is_inside=is_all and is_inside)
+        elif tools is not None:
+            self._calls = ToolParser(tools.form)
         self._end_token_id = None if tags is None else tags.end_token_id
         self._is_counting = self._end_token_id is not None
         self._num_counted = 0

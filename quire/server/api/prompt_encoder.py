@@ -215,9 +215,8 @@ class PromptEncoder:
         """How the model writes calls, if that is known,
         and the id of the marker where that is a special token."""
         form = self._tool_format
-        marker, is_special = (
-            (None, False) if form is None or not form.begin else self._token(form.begin)
-        )
+        first = "" if form is None else form.first_mark
+        marker, is_special = self._token(first) if first else (None, False)
         return form, marker if is_special else None
 
     def _token(self, text: str) -> tuple[int | None, bool]:

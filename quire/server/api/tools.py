@@ -29,6 +29,7 @@ from quire.core.structure import MAX_GRAMMAR_LEN, lark_literal
 from quire.errors import InvalidParameterError
 from quire.grammar.backend import embedded_schema
 from quire.grammar.judge import judge
+from quire.server.api.channels import calls_grammar
 from quire.server.api.structure import NAME
 from quire.server.http.body import convert
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
@@ -152,11 +153,13 @@ async def settle_tools(
         or not demand.is_parallel
         or any(function.strict for function in allowed)
     ):
-        most = 1 if demand.mode == "named" or not demand.is_parallel else MAX_CALLS
+        is_single = demand.mode == "named" or not demand.is_parallel
+        most = 1 if is_single or form.has_special_parts else MAX_CALLS
         named = list(
             zip((function.name for function in allowed), await _schemas(allowed), strict=True)
         )
         how = ("required" if has_form else demand.mode, most)
+        # the judge's vocabulary has no special tokens
         await judge.check_async(Grammar("lark", _grammar(form, named, how, None)))
         grammar = Grammar("lark", _grammar(form, named, how, marker))
     shown = [_shown(function) for function in (allowed if grammar is None else functions)]
@@ -265,6 +268,9 @@ def _grammar(
     """Return a grammar of one to `most` calls in the model's notation, behind any text where the
     mode is `auto`."""
     mode, most = demand
+    if form.has_special_parts:
+        is_demanded = mode != "auto"
+        return calls_grammar(functions, is_demanded=is_demanded, has_tokens=marker is not None)
     begin = f"<[{marker}]>" if marker is not None else lark_literal(form.begin)
     rules = []
     for number, (name, schema) in enumerate(functions):
