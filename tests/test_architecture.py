@@ -195,7 +195,7 @@ MAX_LINES = {
     "quire/observe": 200,
     "quire/parallel": 1_500,
     "quire/program": 1_000,
-    "quire/quant": 2_100,
+    "quire/quant": 2_150,
     "quire/router": 2_500,
     "quire/sampling": 1_300,
     "quire/server": 15_600,

@@ -66,7 +66,7 @@ class GgufWeights(WeightSource):
         floats = dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
         if self._model.has_shifted_norms and tensor.name.endswith("norm.weight"):
             floats = floats - 1
-        out.copy_(floats.view(out.shape))
+        out.copy_(floats.reshape(out.shape))
 
     def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
         """Return the integers of a projection, None where the file has floats."""
@@ -81,9 +81,12 @@ class GgufWeights(WeightSource):
             if isinstance(whole, Tensor):
                 return whole.view(tensor.cut_from.shape)[part]
             return rows_of(whole, torch.arange(part.start, part.stop))
-        name, shape, first = self._model.place_of(tensor)
+        name, shape, first, is_turned = self._model.place_of(tensor)
         stored = self._model.file.tensors[name]
-        if len(shape) == 3 or tensor.stored_rows is not None:
+        if is_turned:
+            turned = self._decode(_rows_of(stored, first, tensor.shape[::-1]))
+            return (dequantize(turned) if isinstance(turned, QuantizedWeight) else turned).T
+        if len(shape) > len(tensor.shape) or tensor.stored_rows is not None:
             return self._decode(_rows_of(stored, first, tensor.shape))
         weight = self._decode(stored)
         if not self._model.is_reordered(tensor):

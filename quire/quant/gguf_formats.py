@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.errors import CheckpointError
 from quire.models.declaration import DecoderSpec
 from quire.quant.formats import IntegerFormat, WeightFormats, formats_at_load
 from quire.weights.gguf.model import GgufModel
@@ -44,20 +45,33 @@ def read_gguf_storage(
     """
     model.check(spec)
     activations: Literal["int8", "float"] = "float" if method is None else "int8"
-    by_name = {}
+    found: dict[str, IntegerFormat | None] = {}
     names: dict[str, int] = {}
     for parts in spec.projections:
         for part in parts:
-            encoding = model.file.tensors[model.stored_name(part.weight)].encoding.name
+            stored = model.stored_name(part.weight)
+            encoding = model.file.tensors[stored].encoding.name
             names[encoding] = names.get(encoding, 0) + 1
+            held = None
             if encoding == "MXFP4":
-                by_name[part.weight.name] = IntegerFormat(
+                held = IntegerFormat(
                     4, _MXFP4_BLOCK, "float", is_mxfp4=True, scale_bytes=mxfp4_scale_bytes
                 )
             elif encoding in _HELD:
                 bits, size, has_offsets = _HELD[encoding]
-                by_name[part.weight.name] = IntegerFormat(bits, size, activations, has_offsets)
-    held = by_name if method is None else {**formats_at_load(spec, method).by_name, **by_name}
+                held = IntegerFormat(bits, size, activations, has_offsets)
+            if part.holds_floats:
+                continue
+            # gate and up of gpt-oss have one name in checkpoints
+            if found.setdefault(part.weight.name, held) != held:
+                raise CheckpointError(
+                    f"{model.file.path}: {stored} is {encoding}, and what belongs to it is stored "
+                    "otherwise; both must have one encoding"
+                )
+    by_name = {name: held for name, held in found.items() if held is not None}
+    formats_held = (
+        by_name if method is None else {**formats_at_load(spec, method).by_name, **by_name}
+    )
     counts = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
-    formats = WeightFormats(held, f"GGUF: projections {counts}; activations {activations}")
+    formats = WeightFormats(formats_held, f"GGUF: projections {counts}; activations {activations}")
     return GgufStorage(model, by_name, formats, activations, spec.attentions[0].head_dim)

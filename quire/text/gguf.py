@@ -34,6 +34,14 @@ _MODERN_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_SPLIT: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGITS: Final = {"type": "Digits", "individual_digits": True}
 
 
@@ -43,6 +51,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 _SPLITS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "gpt-2": [_split(_GPT2_SPLIT)],
+    "gpt-4o": [_split(_CASED_SPLIT)],
     "llama-bpe": [_split(_MODERN_SPLIT % "{1,3}")],
     "qwen2": [_split(_MODERN_SPLIT % "")],
     "smollm": [_DIGITS, _split(_GPT2_SPLIT)],

@@ -33,12 +33,12 @@ _PARAMETERS: Final = {
 _FUNCTION: Final = {"name": "probe", "description": "probes", "parameters": _PARAMETERS}
 _NOTHINGS: Final = ("None", "null", "Undefined")
 _PARTS: Final = ("alpha", "omega")
-_OTHER_CALL: Final = {
+_OTHER_CALL: Final[Message] = {
     "id": "ihgfedcba",
     "type": "function",
     "function": {"name": "inquire", "arguments": {"a": "y"}},
 }
-_OTHER_ANSWER: Final = {
+_OTHER_ANSWER: Final[Message] = {
     "role": "tool",
     "tool_call_id": "ihgfedcba",
     "name": "inquire",
@@ -96,8 +96,8 @@ class TemplateNeeds:
     def _find_needs_single_calls(self) -> bool:
         """Return whether calls are shown only if each has a message of its own."""
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL, _OTHER_CALL]}
-        chat = [_USER, called, *_ANSWERS, _OTHER_ANSWER]
-        name = _OTHER_CALL["function"]["name"]  # type: ignore[index]
+        chat: list[Message] = [_USER, called, *_ANSWERS, _OTHER_ANSWER]
+        name = _OTHER_CALL["function"]["name"]
         if name in (self._render(_without_names(chat), []) or ""):
             return False
         return name in (self._render(_without_names(_one_call_each(chat)), []) or "")

@@ -23,7 +23,7 @@ def _page(name: str) -> str:
 
 def test_the_table_of_models_is_the_registry() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \|.*\| `(quire/models/\w+\.py)` \| (?:`(\w+)` )?\|$",
+        r"^\| `(\w+)` \|.*\| `(quire/models/\w+\.py)` \| (?:`([\w-]+)` )?\|$",
         _page("models.md"),
         re.MULTILINE,
     )

@@ -202,7 +202,7 @@ def test_frequencies_that_are_baked_in_are_applied(tmp_path: Path) -> None:
         (
             {"general.architecture": "mamba"},
             UnsupportedModelError,
-            "general.architecture='mamba'; supported: gemma2",
+            "general.architecture='mamba'; supported: deepseek2, gemma2",
         ),
         (
             {"llama.attention.head_count": [8, 8]},

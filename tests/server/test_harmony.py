@@ -24,7 +24,7 @@ ANSWER = (
 PIECES = [ANSWER[place : place + 5] for place in range(0, len(ANSWER), 5)]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "parameters": SCHEMA}
-ASK = [{"role": "user", "content": "Weather?"}]
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,12 @@ def test_the_chat_goes_on_behind_calls_with_their_reasoning_and_all_results(shar
     path = shared / "data/tokenizers/llama_cpp_chat_templates/openai-gpt-oss-120b.jinja"
     template = ChatTemplate(path.read_text(), {})
     answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
-    chat = [*ASK, {**answer, "tool_calls": [called(1), called(2)]}, result(2), result(1)]
+    chat: list[dict[str, Any]] = [
+        *ASK,
+        {**answer, "tool_calls": [called(1), called(2)]},
+        result(2),
+        result(1),
+    ]
     shown = template.render(template.needs.fit_messages(chat))
     turn = "<|start|>assistant"
     expected = f"{turn}<|channel|>analysis<|message|>Hm.\nI look.<|end|>"
@@ -135,7 +140,13 @@ def test_a_template_that_refuses_several_calls_is_given_one_in_each_message(shar
     )
     template = ChatTemplate(path.read_text(), {"bos_token": ""})
     calls = {"role": "assistant", "content": "", "tool_calls": [called(1), called(2)]}
-    chat = [*ASK, calls, result(1), result(2), {"role": "user", "content": "And?"}]
+    chat: list[dict[str, Any]] = [
+        *ASK,
+        calls,
+        result(1),
+        result(2),
+        {"role": "user", "content": "And?"},
+    ]
     shown = template.render(template.needs.fit_messages(chat))
     places = [shown.index(text) for text in ('"f1"', "result 1", '"f2"', "result 2", "And?")]
     assert places == sorted(places)

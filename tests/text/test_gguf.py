@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from quire.errors import CheckpointError
-from quire.text.gguf import convert_tokenizer
+from quire.text.gguf import _SPLITS, convert_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 from quire.weights.gguf.file import read_gguf
@@ -68,6 +69,20 @@ def test_byte_level_tokenizers_give_the_same_ids(
         assert converted.decode(ids) == own.decode(ids)
 
 
+def test_the_rule_of_gpt_oss_cuts_as_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = pytest.importorskip("tiktoken_ext.openai_public")
+    regex = pytest.importorskip("regex")
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})
+    pattern = public.o200k_base()["pat_str"]
+    [step] = _SPLITS["gpt-4o"]
+    split = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(step["pattern"]["Regex"]), behavior="isolated"
+    )
+    for text in [*TEXTS, "HTTPServer's IsReady/\n\nDON'T naïveÉcole 12345", "a/b//c\r\n x"]:
+        found = [piece for piece, _ in split.pre_tokenize_str(text)]
+        assert found == regex.findall(pattern, text), text
+
+
 def test_the_vocabulary_with_scores_gives_the_same_ids(
     shared: Path, load: Callable[[str], Tokenizer], tmp_path: Path
 ) -> None:
@@ -110,7 +125,7 @@ def _tiny(**changes: Any) -> dict[str, Any]:
                 r"tokenizer\.json beside"
             ),
         ),
-        ({"pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'; supported: gpt-2, llama-bpe"),
+        ({"pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'; supported: gpt-2, gpt-4o"),
         ({"tokens": None}, r"no list of texts under tokenizer\.ggml\.tokens"),
         ({"tokens": ["a", "a", "b"]}, "names 1 tokens twice"),
         ({"token_type": [1]}, "token_type does not fit"),

@@ -21,7 +21,7 @@ from quire.text.tools import (
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|end|>"}'
-CALLED = [CallBegin(0, "f"), CallArguments(0, '{"a": "<|end|>"}')]
+CALLED: list[ReasoningText | Event] = [CallBegin(0, "f"), CallArguments(0, '{"a": "<|end|>"}')]
 ANSWERS: dict[str, list[ReasoningText | Event]] = {
     "<|channel|>analysis<|message|>Hm <|end|>.<|end|><|start|>assistant" + FINAL + "Four.": [
         ReasoningText("Hm <|end|>."), Text("Four."),

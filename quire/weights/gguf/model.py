@@ -12,16 +12,21 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec
 from quire.models.tensors import TensorSpec
+from quire.weights.gguf import sparse
 from quire.weights.gguf.file import GgufFile
+from quire.weights.gguf.metadata import Metadata
 
 ARCHITECTURES: Final[Mapping[str, str]] = {
+    "deepseek2": "DeepseekV2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -48,16 +53,24 @@ _ROLES: Final = {
     "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down",
     "w2": "down",
 }  # fmt: skip
-_GEMMA_NAMES: Final = _NAMES | {
+_GEMMA_NAMES: Final = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+_OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "deepseek2": sparse.DEEPSEEK_NAMES,
+    "gemma2": _GEMMA_NAMES,
+    "gemma3": _GEMMA_NAMES,
+    "gpt-oss": sparse.GPT_OSS_NAMES,
+}
 _TOP_NAMES: Final = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_WHOLE: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LATENT: Final = "self_attn.kv_b_proj"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _UNUSED: Final = frozenset({_FREQUENCIES})
 _FLOAT_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -73,9 +86,11 @@ class StoredPlace(NamedTuple):
     shape: tuple[int, ...]
     """Of the stored tensor."""
     first_row: int
+    is_turned: bool = False
+    """The rows from the first on are the tensor's inputs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GgufModel:
     """A file whose architecture is understood."""
 
@@ -94,6 +109,11 @@ class GgufModel:
             )
         return cls(file, name)
 
+    @cached_property
+    def data(self) -> Metadata:
+        """The metadata of its architecture."""
+        return Metadata(self.file, self.architecture)
+
     @property
     def config(self) -> dict[str, object]:
         """What a Hugging Face `config.json` would say."""
@@ -102,7 +122,7 @@ class GgufModel:
         for role in ("bos", "eos"):
             token_id = self.file.metadata.get(f"tokenizer.ggml.{role}_token_id")
             if isinstance(token_id, int):
-                config[f"{role}_token_id"] = token_id
+                config.setdefault(f"{role}_token_id", token_id)
         return config
 
     def stored_name(self, tensor: TensorSpec) -> str:
@@ -114,17 +134,49 @@ class GgufModel:
         shape, first_row = tensor.stored_shape, tensor.first_row
         match = _LAYER.fullmatch(tensor.name)
         if match is None:
-            module, _, kind = tensor.name.rpartition(".")
-            return StoredPlace(f"{_TOP_NAMES[module]}.{kind}", shape, first_row)
+            return self._place_outside(tensor)
         layer, module, kind = match.groups()
         if expert := _EXPERT.fullmatch(module):
-            count = self._integer("expert_count")
-            name = f"blk.{layer}.ffn_{_ROLES[expert[2]]}_exps.{kind}"
-            return StoredPlace(name, (count, *shape), int(expert[1]) * shape[0])
+            return self._place_of_expert(tensor, f"blk.{layer}", expert, kind)
+        if module == _LATENT and f"blk.{layer}.attn_k_b.weight" in self.file.tensors:
+            return self._place_of_head(tensor, f"blk.{layer}")
         if module == "mlp.shared_expert_gate":
             shape = shape[1:]
-        names = (_GEMMA_NAMES if self.has_shifted_norms else _NAMES) | _EXPERT_NAMES
+        names = {**_NAMES, **_EXPERT_NAMES, **_OWN_NAMES.get(self.architecture, {})}
         return StoredPlace(f"blk.{layer}.{names[module]}.{kind}", shape, first_row)
+
+    def _place_outside(self, tensor: TensorSpec) -> StoredPlace:
+        """Of layers, or of the usual names."""
+        whole = _WHOLE.fullmatch(tensor.name)
+        if whole is not None:
+            name = f"blk.{whole[1]}.{sparse.WHOLE_NAMES[whole[2]]}"
+        else:
+            module, _, kind = tensor.name.rpartition(".")
+            name = f"{_TOP_NAMES[module]}.{kind}"
+        return StoredPlace(name, tensor.stored_shape, tensor.first_row)
+
+    def _place_of_expert(
+        self, tensor: TensorSpec, at: str, expert: re.Match[str], kind: str
+    ) -> StoredPlace:
+        count, shape, role = self.data.integer("expert_count"), tensor.stored_shape, expert[2]
+        if self.architecture == "gpt-oss":  # whose checkpoints have gate and up row by row in turn
+            shape = tensor.shape
+            role = role if role == "down_proj" else ("gate_proj", "up_proj")[tensor.first_row]
+        name = f"{at}.ffn_{_ROLES[role]}_exps.{kind}"
+        num_rows = shape[0] if kind == "weight" else 1
+        return StoredPlace(name, (count, *shape), int(expert[1]) * num_rows)
+
+    def _place_of_head(self, tensor: TensorSpec, at: str) -> StoredPlace:
+        """Of a head's part of what makes keys and values of latents: the two lie apart, and keys
+        are stored as they are multiplied by when they are folded."""
+        count = self.data.integer("attention.head_count")
+        num_rows, rank = tensor.shape
+        head, row = divmod(tensor.first_row, tensor.stored_shape[0] // count)
+        if row == 0:
+            return StoredPlace(
+                f"{at}.attn_k_b.weight", (count, rank, num_rows), head * rank, is_turned=True
+            )
+        return StoredPlace(f"{at}.attn_v_b.weight", (count, num_rows, rank), head * num_rows)
 
     @property
     def has_shifted_norms(self) -> bool:
@@ -142,7 +194,7 @@ class GgufModel:
         """Check that the file has the declaration's tensors in their shapes, and no others. Raises
         CheckpointError."""
         places = map(self.place_of, spec.tensors)
-        expected = {name: shape for name, shape, _ in places}
+        expected = {place.name: place.shape for place in places}
         tensors = self.file.tensors
         wrong = [
             f"lacks {name} {list(shape)}" for name, shape in expected.items() if name not in tensors
@@ -162,12 +214,14 @@ class GgufModel:
             raise CheckpointError(f"{self.file.path} {'; '.join(wrong[:4])}{more}")
 
     def _sizes(self) -> dict[str, object]:
-        hidden, num_heads = self._integer("embedding_length"), self._integer("attention.head_count")
-        head_dim = self._integer("attention.key_length", hidden // max(1, num_heads))
-        if self._integer("attention.value_length", head_dim) != head_dim:
-            raise self._refuse("attention.value_length", f"attention.key_length, {head_dim}")
+        hidden = self.data.integer("embedding_length")
+        num_heads = self.data.integer("attention.head_count")
+        head_dim = self.data.integer("attention.key_length", hidden // max(1, num_heads))
+        is_latent = self.architecture == "deepseek2"
+        if not is_latent and self.data.integer("attention.value_length", head_dim) != head_dim:
+            raise self.data.refuse("attention.value_length", f"attention.key_length, {head_dim}")
         hf_name = ARCHITECTURES[self.architecture]
-        is_mixtral = self.architecture == "llama" and self._integer("expert_count", 0) > 0
+        is_mixtral = self.architecture == "llama" and self.data.integer("expert_count", 0) > 0
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self.file.path} lacks token_embd.weight")
@@ -175,19 +229,24 @@ class GgufModel:
             "architectures": ["MixtralForCausalLM" if is_mixtral else hf_name],
             "dtype": _FLOAT_NAMES.get(embedding.encoding.name, "bfloat16"),
             "hidden_size": hidden,
-            "intermediate_size": self._integer("feed_forward_length"),
-            "num_hidden_layers": self._integer("block_count"),
+            "intermediate_size": self.data.integer("feed_forward_length"),
+            "num_hidden_layers": self.data.integer("block_count"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._integer("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self.data.integer("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "vocab_size": embedding.shape[0],
-            "max_position_embeddings": self._integer("context_length"),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self.data.integer("context_length"),
+            "rms_norm_eps": self.data.number("attention.layer_norm_rms_epsilon"),
+            **(sparse.deepseek_sizes(self.data) if is_latent else {}),
         }
 
     def _family(self) -> dict[str, object]:
         """Keys that one family has alone."""
-        if self._integer("expert_count", 0):
+        if self.architecture == "gpt-oss":
+            return sparse.gpt_oss_config(self.data)
+        if self.architecture == "deepseek2":
+            return sparse.deepseek_config(self.data)
+        if self.data.integer("expert_count", 0):
             return self._experts()
         if self.architecture == "llama":
             has = self.file.tensors.__contains__
@@ -200,64 +259,70 @@ class GgufModel:
             return {} if not window else {"sliding_window": window}
         if not self.has_shifted_norms:
             return {}
-        is_wide = self._integer("block_count") == _GEMMA_SCALED_BY_WIDTH[self.architecture]
-        width = self._integer("embedding_length") // max(1, self._integer("attention.head_count"))
+        is_wide = self.data.integer("block_count") == _GEMMA_SCALED_BY_WIDTH[self.architecture]
+        width = self.data.integer("embedding_length") // max(
+            1, self.data.integer("attention.head_count")
+        )
         caps = (
             ("attn_logit_softcapping", "final_logit_softcapping")
             if self.architecture == "gemma2"
             else ()
         )
         return {
-            "query_pre_attn_scalar": width if is_wide else self._integer("attention.key_length"),
-            "sliding_window": self._integer("attention.sliding_window"),
-            **{name: self._number(name) for name in caps},
+            "query_pre_attn_scalar": width
+            if is_wide
+            else self.data.integer("attention.key_length"),
+            "sliding_window": self.data.integer("attention.sliding_window"),
+            **{name: self.data.number(name) for name in caps},
         }
 
     def _experts(self) -> dict[str, object]:
         """llama.cpp knows by the architecture whether chosen experts' weights are normalised."""
         key = "num_local_experts" if self.architecture == "llama" else "num_experts"
         config: dict[str, object] = {
-            key: self._integer("expert_count"),
-            "num_experts_per_tok": self._integer("expert_used_count"),
+            key: self.data.integer("expert_count"),
+            "num_experts_per_tok": self.data.integer("expert_used_count"),
         }
         if self.architecture in ("qwen2moe", "qwen3moe"):
             config["norm_topk_prob"] = self.architecture == "qwen3moe"
-            config["moe_intermediate_size"] = self._integer("expert_feed_forward_length")
+            config["moe_intermediate_size"] = self.data.integer("expert_feed_forward_length")
         if self.architecture == "qwen2moe":
-            inner = self._integer("expert_shared_feed_forward_length")
+            inner = self.data.integer("expert_shared_feed_forward_length")
             config["shared_expert_intermediate_size"] = inner
         return config
 
     def _rope(self) -> dict[str, object]:
-        theta: dict[str, object] = {"rope_theta": self._number("rope.freq_base", 10000.0)}
-        head_dim = self._sizes()["head_dim"]
+        theta: dict[str, object] = {"rope_theta": self.data.number("rope.freq_base", 10000.0)}
+        sizes = self._sizes()
+        head_dim = sizes.get("qk_rope_head_dim", sizes["head_dim"])
         if (
-            self._integer("rope.dimension_count", head_dim if isinstance(head_dim, int) else 1)
+            self.data.integer("rope.dimension_count", head_dim if isinstance(head_dim, int) else 1)
             != head_dim
         ):
-            raise self._refuse("rope.dimension_count", f"the head size, {head_dim}")
+            raise self.data.refuse("rope.dimension_count", f"the head size, {head_dim}")
         if _FREQUENCIES in self.file.tensors:
             return theta | {"rope_scaling": self._baked_rope()}
         kind = self.file.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if kind == "none":
             return theta
         if kind not in ("linear", "yarn"):
-            raise self._refuse("rope.scaling.type", "none, linear or yarn")
+            raise self.data.refuse("rope.scaling.type", "none, linear or yarn")
         scaling: dict[str, object] = {
             "rope_type": kind,
-            "factor": self._number("rope.scaling.factor"),
+            "factor": self.data.number("rope.scaling.factor"),
         }
         if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self._integer(
+            scaling["original_max_position_embeddings"] = self.data.integer(
                 "rope.scaling.original_context_length"
             )
+            scaling |= sparse.yarn_extras(self.data)
         return theta | {"rope_scaling": scaling}
 
     def _baked_rope(self) -> dict[str, object]:
         """Return a divisor of every frequency, which is what LongRoPE is with one list for all
         lengths (Llama 3.1's scaling)."""
         tensor = self.file.tensors[_FREQUENCIES]
-        half = self._integer("rope.dimension_count") // 2
+        half = self.data.integer("rope.dimension_count") // 2
         if tensor.encoding.name != "F32" or tensor.shape != (half,):
             raise CheckpointError(
                 f"{self.file.path} has {_FREQUENCIES} {list(tensor.shape)}; expected F32 [{half}]"
@@ -270,7 +335,7 @@ class GgufModel:
             raise CheckpointError(
                 f"{self.file.path}: {_FREQUENCIES} cannot be read: {error}"
             ) from None
-        length = self._integer("context_length")
+        length = self.data.integer("context_length")
         lists = {
             "short_factor": factors,
             "long_factor": factors,
@@ -278,20 +343,3 @@ class GgufModel:
             "factor": 1.0,
         }
         return {"rope_type": "longrope", "original_max_position_embeddings": length, **lists}
-
-    def _integer(self, key: str, default: int | None = None) -> int:
-        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._refuse(key, "one whole number")
-        return value
-
-    def _number(self, key: str, default: float | None = None) -> float:
-        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._refuse(key, "one number")
-        return float(value)
-
-    def _refuse(self, key: str, supported: str) -> UnsupportedModelError:
-        full = f"{self.architecture}.{key}"
-        shown = repr(self.file.metadata.get(full))[:60]
-        return UnsupportedModelError(f"{self.file.path} has {full}={shown}; supported: {supported}")
