@@ -117,6 +117,11 @@ class ApiConfig:
     max_repeated: int = _option(
         16 << 20, "characters and token ids of prompts that one answer may repeat, times n"
     )
+    max_vector_numbers: int = _option(
+        1 << 22,
+        "numbers in the vectors of one request (elements times texts, or times tokens where each "
+        "has a vector)",
+    )
     max_stored_responses: int = _option(
         1024, "answers of /v1/responses that are kept in memory to be continued"
     )

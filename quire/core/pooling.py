@@ -19,6 +19,10 @@ TASKS: Final[tuple[PoolingTask, ...]] = get_args(PoolingTask)
 OF_TOKENS: Final[frozenset[PoolingTask]] = frozenset({"token_embed", "token_classify"})
 """Tasks that make a vector for each token."""
 MAX_DIMENSIONS: Final = 1 << 20
+MAX_VECTOR_BYTES: Final = 48 << 20
+"""Vectors of one text. They travel as one message between the engine's process and the server's,
+which is limited to 64 MiB; 8,192 tokens with 1,024 elements each (BGE-M3's longest text) take 32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,22 @@ class Pool:
 
     def num_wanted(self, num_tokens: int) -> int:
         return num_tokens if self.is_whole else 1
+
+    def num_numbers(self, num_tokens: int, num_outputs: int) -> int:
+        """Numbers in the vectors of a text of `num_tokens`, by a model that makes `num_outputs` of
+        each pooled state."""
+        return (num_tokens if self.is_per_token else 1) * (self.dimensions or num_outputs)
+
+    def check_size(self, num_tokens: int, num_outputs: int) -> None:
+        """Raise InvalidParameterError, with the numbers, for vectors that take too much memory."""
+        num_bytes = 4 * self.num_numbers(num_tokens, num_outputs)
+        if num_bytes > MAX_VECTOR_BYTES:
+            raise InvalidParameterError(
+                f"a vector of {self.dimensions or num_outputs} numbers for each of {num_tokens} "
+                f"tokens takes {num_bytes} bytes, and the vectors of one text may take "
+                f"{MAX_VECTOR_BYTES}; give shorter texts, or set truncate_prompt_tokens",
+                param="prompt",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,9 @@ class Pooled:
     num_tokens: int = 0
     total: Float64 | None = None
     """The sum, or the maxima, or the one state that is kept."""
-    rows: list[Float32] = field(default_factory=list)
-    """States of all tokens, where each becomes a vector."""
+    vectors: list[bytes] = field(default_factory=list)
+    """What was made of the text's tokens so far, where each becomes a vector; little-endian
+    float32."""
 
 
 class Pooler:

@@ -24,6 +24,7 @@ from quire.errors import QuireError
 from quire.lora.request import LoRARequest
 from quire.models.registry import declare
 from quire.nn.pooler import Pooler
+from quire.worker.outlets.pooling import PoolOutlet
 
 FolderOf = Callable[..., tuple[Path, Any]]
 ENCODERS = ("bert", "xlm-roberta", "gemma3_text")
@@ -228,6 +229,57 @@ def test_token_vectors_are_the_states_of_all_tokens(
             states = reference(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
         wanted = torch.nn.functional.normalize(states).numpy()
         np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
+
+
+def test_vectors_of_tokens_that_take_too_much_memory_are_refused_before_a_step(
+    folder_of: FolderOf, opened: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = folder_of("qwen3", pooling="lasttoken")
+    llm = opened(folder, max_num_batched_tokens=16, max_num_seqs=4)
+    monkeypatch.setattr("quire.core.pooling.MAX_VECTOR_BYTES", 40 * 64 * 4)
+    prompts = [[5] * num_tokens for num_tokens in (3, 41)]
+    num_steps = llm.engine.scheduler.stats.num_steps
+    with pytest.raises(QuireError) as caught:
+        llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+    assert "each of 41 tokens takes 10496 bytes, and the vectors of one text may take 10240" in str(
+        caught.value
+    )
+    assert llm.engine.scheduler.stats.num_steps == num_steps
+    [longest] = llm.encode(
+        {"prompt_token_ids": [5] * 40}, pooling_task="token_embed", use_tqdm=False
+    )
+    assert longest.outputs.data.shape == (40, 64)
+    [whole] = llm.embed({"prompt_token_ids": [5] * 41}, use_tqdm=False)
+    assert len(whole.outputs.embedding) == 64
+
+
+def test_no_more_is_kept_of_a_text_under_way_than_its_vectors(
+    folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors of 8 numbers, of states of 64."""
+    folder, _ = folder_of("qwen3", pooling="lasttoken")
+    kept: list[int] = []
+    finish = PoolOutlet._finish
+
+    def watched(self: PoolOutlet, known: Any, results: Any) -> None:
+        finish(self, known, results)
+        kept.extend(sum(map(len, each.pooled.vectors)) for each in known)
+
+    monkeypatch.setattr(PoolOutlet, "_finish", watched)
+    path = folder / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"is_matryoshka": True}))
+    try:
+        with closing(load(folder, max_num_batched_tokens=16, max_num_seqs=4)) as llm:
+            llm.encode(
+                {"prompt_token_ids": [5] * 48},
+                PoolingParams(dimensions=8),
+                pooling_task="token_embed",
+                use_tqdm=False,
+            )
+    finally:
+        path.write_text(before)
+    assert kept == [16 * 8 * 4, 32 * 8 * 4, 48 * 8 * 4]
 
 
 def test_a_vector_can_be_made_with_an_adapter(

@@ -19,6 +19,7 @@ from folders import TEXTS, make_folder
 from servers import RunningServer, serve_model
 
 from quire import LLM, PoolingParams
+from quire.config.api import ApiConfig
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.pooling.outputs import vectors_of
 from quire.server.api.pooling import scores
@@ -137,6 +138,35 @@ def test_pooling_gives_vectors_of_texts_or_of_tokens(embedder: RunningServer) ->
     assert [e["data"] for e in whole["data"]] == [e["embedding"] for e in plain["data"]]
     tokens = post(embedder, "/pooling", input=TEXTS[0], task="token_embed")
     assert np.array(tokens["data"][0]["data"]).shape == (tokens["usage"]["prompt_tokens"], 64)
+
+
+def test_vectors_of_too_many_numbers_are_refused_before_the_first_is_computed(
+    folders: dict[str, Path],
+) -> None:
+    with serve_model(
+        ApiConfig(max_vector_numbers=640), model=str(folders["embedder"]), **OPTIONS
+    ) as server:
+        num_before = server.client.status().num_steps
+        for path, num_texts, more in (
+            ("/pooling", 2, {"task": "token_embed"}),
+            ("/pooling", 11, {}),
+            ("/v1/embeddings", 11, {}),
+        ):
+            error = post(server, path, 400, input=[[5, 6, 7, 8, 9, 10]] * num_texts, **more)[
+                "error"
+            ]
+            assert (error["param"], error["code"]) == ("input", "answer_too_large")
+            num_numbers = 64 * num_texts * (6 if more else 1)
+            assert (
+                f"{num_numbers} numbers ({num_texts} texts, {6 * num_texts} tokens)"
+                in error["message"]
+            )
+            assert "may have 640 (max_vector_numbers)" in error["message"]
+        assert server.client.status().num_steps == num_before
+        for given in ([[5] * 10], [[5] * 4, [6] * 6]):
+            made = post(server, "/pooling", input=given, task="token_embed")["data"]
+            assert [len(each["data"]) for each in made] == list(map(len, given))
+        assert len(post(server, "/v1/embeddings", input=[[5] * 20] * 10)["data"]) == 10
 
 
 def test_rerank_puts_documents_in_the_order_of_their_scores(

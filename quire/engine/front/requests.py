@@ -108,7 +108,15 @@ class RequestBuilder:
             arrival_s=self._clock(),
             **standing,
         )
-        return PreparedRequest(fit(spec, self._plan.limits), digest, prompt.text)
+        spec = fit(spec, self._plan.limits)
+        self._check_vectors(spec)
+        return PreparedRequest(spec, digest, prompt.text)
+
+    def _check_vectors(self, spec: RequestSpec) -> None:
+        """Refuse a text whose tokens' vectors no message could carry."""
+        if spec.pool is not None and self._plan.pooling is not None:
+            num_outputs = self._plan.pooling.num_outputs(self._plan.spec.hidden_size)
+            spec.pool.check_size(len(spec.prompt_token_ids), num_outputs)
 
     def _check_generates(self) -> None:
         if not self._plan.generates:

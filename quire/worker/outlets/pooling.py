@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +20,17 @@ from quire.nn.pooler import Float32, Pooled, Pooler
 from quire.worker.outlets.interface import TaskBatch, Unread
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
+
+
+class _Known(NamedTuple):
+    """States of a prompt that become vectors."""
+
+    number: int
+    """Of the task among its batch's."""
+    task: Pool
+    pooled: Pooled
+    states: Float32
+    is_end: bool
 
 
 class PoolOutlet:
@@ -35,7 +47,7 @@ class PoolOutlet:
     def launch(self, batch: TaskBatch) -> list[WorkResult]:
         chunks = self._chunks(batch)
         results = [WorkResult()] * len(batch.tasks)
-        ended: list[tuple[int, Pool, Float32]] = []
+        known: list[_Known] = []
         begun: dict[int, Pooled] = {}
         for number, (place, task, chunk) in enumerate(
             zip(batch.places, batch.tasks, chunks, strict=True)
@@ -43,14 +55,13 @@ class PoolOutlet:
             assert isinstance(task, Pool)
             work = batch.hidden.work[place]
             pooled = begun[work.row] = self._taken(work, task, chunk)
-            if work.start + work.num_tokens >= int(self._rows.num_prompt_tokens[work.row]):
-                ended.append((number, task, self._vectors(task, pooled)))
+            is_end = work.start + work.num_tokens >= int(self._rows.num_prompt_tokens[work.row])
+            if is_end:
                 del begun[work.row]
-        if ended:
-            outputs = self._pooler.outputs(np.concatenate([vectors for _, _, vectors in ended]))
-            ends = np.cumsum([len(vectors) for _, _, vectors in ended])[:-1]
-            for (number, task, _), rows in zip(ended, np.split(outputs, ends), strict=True):
-                results[number] = WorkResult(pooled=self._encoded(task, rows))
+            states = self._states(work, task, pooled, chunk, is_end=is_end)
+            if is_end or len(states):
+                known.append(_Known(number, task, pooled, states, is_end))
+        self._finish(known, results)
         # Where something raises before this, each row is computed once more.
         for work in batch.work:
             self._pooled.pop(work.row, None)
@@ -80,23 +91,41 @@ class PoolOutlet:
     def _taken(self, work: RowWork, task: Pool, chunk: Float32) -> Pooled:
         """Return what is known of a prompt with one more chunk."""
         known = self._pooled.get(work.row) if task.is_whole and work.start else None
-        pooled = Pooled() if known is None else replace(known, rows=known.rows.copy())
-        chunk = chunk[max(0, task.num_skipped - work.start) :] if task.is_whole else chunk
-        if task.is_per_token:
-            pooled.rows.append(chunk)
-        elif len(chunk):
-            self._pooler.take(pooled, chunk)
+        pooled = Pooled() if known is None else replace(known, vectors=known.vectors.copy())
+        if not task.is_per_token:
+            chunk = _unskipped(work, task, chunk)
+            if len(chunk):
+                self._pooler.take(pooled, chunk)
         return pooled
 
-    def _vectors(self, task: Pool, pooled: Pooled) -> Float32:
-        """Return a prompt's pooled states [vectors, H]."""
+    def _states(
+        self, work: RowWork, task: Pool, pooled: Pooled, chunk: Float32, *, is_end: bool
+    ) -> Float32:
+        """Return the states [n, H] that become vectors now: each token's where each has one, so
+        that no more is kept of a text than its vectors; else, at the end, the pooled one."""
         if task.is_per_token:
-            return np.concatenate(pooled.rows)
-        return self._pooler.vector(pooled)[None]
+            return _unskipped(work, task, chunk)
+        return self._pooler.vector(pooled)[None] if is_end else chunk[:0]
+
+    def _finish(self, known: Sequence[_Known], results: list[WorkResult]) -> None:
+        """Make vectors of states, by one call for all of them."""
+        if not known:
+            return
+        outputs = self._pooler.outputs(np.concatenate([each.states for each in known]))
+        ends = np.cumsum([len(each.states) for each in known])[:-1]
+        for each, rows in zip(known, np.split(outputs, ends), strict=True):
+            each.pooled.vectors.append(self._encoded(each.task, rows))
+            if each.is_end:
+                results[each.number] = WorkResult(pooled=b"".join(each.pooled.vectors))
 
     def _encoded(self, task: Pool, rows: Float32) -> bytes:
         finished = [
             self._pooler.finished(row, task.dimensions, is_activated=task.is_activated)
             for row in rows
         ]
-        return np.stack(finished).astype("<f4").tobytes()
+        return b"".join(row.astype("<f4").tobytes() for row in finished)
+
+
+def _unskipped(work: RowWork, task: Pool, chunk: Float32) -> Float32:
+    """The states of a chunk that count."""
+    return chunk[max(0, task.num_skipped - work.start) :] if task.is_whole else chunk

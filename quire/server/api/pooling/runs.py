@@ -144,11 +144,30 @@ class PoolingRuns:
         self._api.choose_model(call, body.model)
         for token_ids, _ in prompts:
             self._api.prompts.check_ids(token_ids[: self._api.prompts.max_model_len + 1], "input")
+        self._check_size(prompts)
         jobs = [
             GenerationJob(token_ids, digest.params, priority=body.priority, digest=digest)
             for token_ids, digest in prompts
         ]
         return await self._api.generator.answer(call, jobs, receive)
+
+    def _check_size(self, prompts: Sequence[tuple[list[int], Digest]]) -> None:
+        """Refuse vectors that are too many, before the first is computed. Raises ApiError 400."""
+        most, num_outputs = self._api.config.max_vector_numbers, self.requests.num_outputs
+        num_numbers = sum(
+            digest.spec.pool.num_numbers(len(token_ids), num_outputs)
+            for token_ids, digest in prompts
+            if digest.spec.pool is not None
+        )
+        if num_numbers > most:
+            raise bad_request(
+                f"input: the vectors of this request have {num_numbers} numbers ({len(prompts)} "
+                f"texts, {sum(len(token_ids) for token_ids, _ in prompts)} tokens), and one "
+                f"request may have {most} (max_vector_numbers); give fewer or shorter texts, or "
+                "set truncate_prompt_tokens",
+                param="input",
+                code="answer_too_large",
+            )
 
     async def encode(
         self,
