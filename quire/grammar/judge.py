@@ -1,44 +1,54 @@
 """Whether grammars can be compiled: asked before a request is accepted, so that one that cannot is
 refused with the reason.
 
-Compiles without a vocabulary, in one thread of its own for the whole process, whatever waits for
-the verdict: an event loop, or a program's thread. Verdicts are remembered, within bounds. Both the
-queue and the wait have limits, and whatever exceeds them is refused: a grammar is never taken on
-trust.
+They are compiled without a vocabulary in a process that can be ended (`trial`), one after the
+other, whatever waits for the verdict: an event loop, or a program's thread. Verdicts are
+remembered, within bounds. Both the queue and the wait have limits, and whatever exceeds them is
+refused: a grammar is never taken on trust.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import queue
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Protocol
 
 from quire.core.grammars import Grammar
 from quire.errors import InvalidParameterError, UnavailableError
-from quire.grammar.backend import validate, with_deep_stack
+from quire.grammar.trial import Trial, TrialError
 
 MAX_VERDICTS = 4096
 MAX_WAITING = 256
 """Grammars that may wait to be judged; each takes at most about 0.3 s, and as a rule 2 ms."""
 MAX_WAIT_S = 10.0
 
-MAX_COST_S = 1.0
-"""Processor time to compile a grammar and take its first step;
-the engine will spend as much of a step on it."""
-
 _Verdict = str | None
 """What is wrong with a grammar, or None."""
 
 
-class GrammarJudge:
-    """A thread, and what it found out."""
+class Compiler(Protocol):
+    """What tells whether grammars can be compiled."""
 
-    def __init__(self) -> None:
+    def judge(self, grammar: Grammar) -> str | None:
+        """Return what is wrong with one, or None. Raises TrialError where that is not found out."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class GrammarJudge:
+    """A thread that asks a process, and what it found out."""
+
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self._compiler: Compiler = compiler or Trial()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._queue: queue.Queue[tuple[bytes, Grammar, Future[_Verdict]]] = queue.Queue(MAX_WAITING)
         self._lock = threading.Lock()
@@ -73,7 +83,11 @@ class GrammarJudge:
                 self._verdicts.move_to_end(digest)
                 return self._verdicts[digest]
             if self._thread is None:
-                self._thread = with_deep_stack(self._run, "quire-grammar-judge")
+                self._thread = threading.Thread(
+                    target=self._run, name="quire-grammar-judge", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self.close)
         future: Future[_Verdict] = Future()
         try:
             self._queue.put_nowait((digest, grammar, future))
@@ -85,28 +99,26 @@ class GrammarJudge:
             ) from None
         return future
 
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        atexit.unregister(self.close)
+        self._compiler.close()
+
     def _run(self) -> None:
         while True:
             digest, grammar, future = self._queue.get()
             if not future.set_running_or_notify_cancel():  # who asked has left
                 continue
-            verdict: _Verdict = None
-            began_s = time.thread_time()
             try:
-                validate(grammar)
-                if time.thread_time() - began_s > MAX_COST_S:
-                    verdict = (
-                        f"structured_outputs: the grammar takes more than {MAX_COST_S:g} s to "
-                        "compile and begin"
-                    )
-            except InvalidParameterError as error:
-                verdict = str(error)
-            except (
-                BaseException
-            ) as error:  # a panic of the library's is no Exception, and this thread must live
-                verdict = (
-                    f"structured_outputs: the grammar cannot be compiled ({type(error).__name__})"
+                verdict = self._compiler.judge(grammar)
+            except TrialError as error:  # which says nothing of the grammar
+                future.set_exception(
+                    UnavailableError(f"structured_outputs: {error}", state="overloaded")
                 )
+                continue
+            except Exception as error:  # this thread must live
+                future.set_exception(error)
+                continue
             with self._lock:
                 self._verdicts[digest] = verdict
                 if len(self._verdicts) > MAX_VERDICTS:

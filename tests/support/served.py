@@ -36,8 +36,12 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process."""
-        [engine] = children(self.process.pid)
+        """The engine's process, beside which one may compile grammars on trial."""
+        [engine] = [
+            child
+            for child in children(self.process.pid)
+            if b"quire.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        ]
         return engine
 
     def client(self, timeout_s: float = 60.0) -> httpx.Client:
