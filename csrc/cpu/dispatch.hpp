@@ -243,8 +243,8 @@ struct LoraRows {
 struct KernelTable {
     const char *name;
     // projections
-    int tile_rows;  // of a tile, at most, unless it is one of matrices
-    int64_t int8_input_bytes, int4_input_bytes;  // of one element of rows that are quantized for such weights
+    int tile_rows, int8_tile_rows;  // of a tile, at most, unless it is one of matrices; the latter for int8 weights and inputs
+    int64_t int8_input_bytes, int4_input_bytes;  // that an element of rows takes that are quantized for such weights
     bool has_bf16_dots;  // multiplies pairs of bfloat16 with pairs of bfloat16
     // The `depth` of InputRows that this projection of so many rows wants; null: always 0
     int (*matrix_depth)(const LinearWeight &weight, bool is_bf16, int64_t num_rows);

@@ -78,8 +78,10 @@ InputRows form_of(const KernelTable &table, const LinearWeight &weight, DType dt
     const int64_t element = weight.has_int8_inputs ? integer : size_of(is_bf16 ? DType::bf16 : DType::f32);
     const int depth = table.matrix_depth == nullptr ? 0 : table.matrix_depth(weight, is_bf16, num_rows);
     const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(float)};
-    const int64_t num_tiles = ceil_div(num_rows, depth > 0 ? MATRIX_ROWS : table.tile_rows);
-    const int tile_rows = depth > 0 ? static_cast<int>(ceil_div(num_rows, num_tiles)) : table.tile_rows;
+    const bool is_int8 = weight.has_int8_inputs && weight.format == WeightFormat::int8;
+    const int height = depth > 0 ? MATRIX_ROWS : is_int8 ? table.int8_tile_rows : table.tile_rows;
+    const int64_t num_tiles = ceil_div(num_rows, height);
+    const int tile_rows = depth > 0 ? static_cast<int>(ceil_div(num_rows, num_tiles)) : height;
     return {nullptr, weight.num_groups() * (depth > 0 ? round_up(group_words, depth) : group_words), tile_rows, depth,
             is_bf16, nullptr, nullptr, num_rows, num_tiles, num_rows / num_tiles, num_rows % num_tiles};
 }

@@ -8,6 +8,7 @@
 // The registers hold a group's integers; the float32 sums of several groups lie in the first-level cache.
 #include "groups.hpp"
 #include "kernels.hpp"
+#include "outliers.hpp"
 
 namespace quire::QUIRE_ISA {
 
@@ -29,6 +30,12 @@ QINLINE void multiply_part(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bit
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         const Bits inputs = load_inputs<PART>(x + r, ROWS);
+#if SHORT_PAIRS
+        if constexpr (VECS == 2) {
+            multiply_add_both(acc[r], w, inputs);
+            continue;
+        }
+#endif
         QUNROLL
         for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add(acc[r][v], w[v], inputs);
     }
@@ -59,7 +66,8 @@ struct Steps {
 
 // What a step does with its line of each panel: four inputs, or eight.
 struct Bytes : Steps<Bytes> {
-    static constexpr int WORDS = QUAD_WORDS, PARTS = NUM_PARTS;
+    static constexpr int WORDS = QUAD_WORDS, PARTS = NUM_PARTS, MAX_ROWS = INT8_TILE_ROWS;
+    static constexpr bool HAS_OUTLIERS = SHORT_PAIRS;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -72,7 +80,8 @@ struct Bytes : Steps<Bytes> {
 
 #if NARROW_SUMS
 struct HalfBytes {
-    static constexpr int WORDS = 2, PARTS = 1, WIDENING_STEPS = NARROW_PRODUCTS / 2;
+    static constexpr int WORDS = 2, PARTS = 1, MAX_ROWS = TILE_ROWS, WIDENING_STEPS = NARROW_PRODUCTS / 2;
+    static constexpr bool HAS_OUTLIERS = false;
 
     template <int ROWS, int PANELS>
     QINLINE void run(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const char *end,
@@ -111,6 +120,12 @@ struct HalfBytes {
         QUNROLL
         for (int r = 0; r < ROWS; ++r) {
             const Bits inputs = broadcast_word(x + r);
+#if SHORT_PAIRS
+            if constexpr (VECS == 2) {
+                multiply_add_narrow_both(sums[r], w, inputs);
+                continue;
+            }
+#endif
             QUNROLL
             for (int v = 0; v < VECS; ++v) sums[r][v] = multiply_add_narrow(sums[r][v], w[v], inputs);
         }
@@ -118,7 +133,8 @@ struct HalfBytes {
 };
 #else
 struct HalfBytes : Steps<HalfBytes> {
-    static constexpr int WORDS = 2 * QUAD_WORDS, PARTS = NUM_PARTS;
+    static constexpr int WORDS = 2 * QUAD_WORDS, PARTS = NUM_PARTS, MAX_ROWS = TILE_ROWS;
+    static constexpr bool HAS_OUTLIERS = false;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -138,7 +154,8 @@ struct HalfBytes : Steps<HalfBytes> {
 
 // Bytes of weights that were expanded: a part of them.
 struct Parts : Steps<Parts> {
-    static constexpr int WORDS = QUAD_WORDS / NUM_PARTS, PARTS = NUM_PARTS;
+    static constexpr int WORDS = QUAD_WORDS / NUM_PARTS, PARTS = NUM_PARTS, MAX_ROWS = TILE_ROWS;
+    static constexpr bool HAS_OUTLIERS = false;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -148,6 +165,92 @@ struct Parts : Steps<Parts> {
         multiply_part<ROWS, PANELS * PANEL_VECS, 0>(acc, x, weights);
     }
 };
+
+#if SHORT_PAIRS
+// The same for rows with large pairs: two and two products in 32 bits.
+struct LargePairs : Steps<LargePairs> {
+    static constexpr int WORDS = 1, PARTS = 1, MAX_ROWS = INT8_TILE_ROWS;
+    static constexpr bool HAS_OUTLIERS = true;  // in its other rows
+
+    template <int ROWS, int PANELS>
+    QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
+        multiply_half<0, ROWS, PANELS>(acc, x, w, stride);
+        multiply_half<1, ROWS, PANELS>(acc, x, w, stride);
+    }
+
+    // Even bytes, or odd ones.
+    template <int HALF, int ROWS, int PANELS>
+    QINLINE void multiply_half(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
+        constexpr int VECS = PANELS * PANEL_VECS;
+        Bits weights[VECS];
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) {
+            const Bits bytes = load_bits(line(w, v, stride));
+            weights[v] = HALF == 0 ? and_bits(bytes, broadcast_bits(0x00ff00ffu)) : _mm256_srli_epi16(bytes, 8);
+        }
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            const Bits bytes = broadcast_word(x + r);
+            const Bits inputs = _mm256_srai_epi16(HALF == 0 ? _mm256_slli_epi16(bytes, 8) : bytes, 8);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add_pairs(acc[r][v], weights[v], inputs);
+        }
+    }
+};
+
+static bool has_large_pairs(const Groups &groups, const Tile &tile) {
+    const int64_t words = groups.weights.num_steps * tile.height;
+    const uint32_t *list = tile.x + words;
+    for (int64_t group = 0; group < groups.count; ++group, list += 2 * words) {
+        for (int r = 0; r < tile.height; ++r) {
+            if (list[r] == HAS_LARGE_PAIRS) return true;
+        }
+    }
+    return false;
+}
+
+// Adds the products of the rows' outliers, whose lists lie word by word for all rows, to sums [ROWS][PANELS * PANEL]. They
+// come last, when the weights are in a cache. An entry takes about as long as two quads of a row in a tile.
+template <int ROWS, int PANELS>
+QNOINLINE void add_listed(float *sums, const uint32_t *lists, const char *w, const Panels &panels) {
+    constexpr int VECS = PANELS * PANEL_VECS;
+    for (int r = 0; r < ROWS; ++r, sums += VECS * LANES) {
+        const uint32_t *next = lists + r;
+        if (*next == 0 || *next == HAS_LARGE_PAIRS) continue;
+        Bits acc[VECS];
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) acc[v] = load_bits(sums + v * LANES);
+        for (; *next != 0; next += ROWS) {
+            const Bits inputs = outliers_of(next);
+            const char *quad = w + (*next >> 16) * LINE;
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) acc[v] = multiply_add(acc[v], load_bits(line(quad, v, panels.stride)), inputs);
+        }
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) store(sums + v * LANES, as_float(acc[v]));
+    }
+}
+
+template <int ROWS, int VECS>
+QINLINE void add_outliers(Bits (&acc)[ROWS][VECS], const uint32_t *lists, const char *w, const Panels &panels) {
+    uint32_t any = 0;
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) any |= lists[r];
+    if (any == 0) return;
+    float sums[ROWS * VECS * LANES];
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) store(sums + (r * VECS + v) * LANES, as_float(acc[r][v]));
+    }
+    add_listed<ROWS, VECS / PANEL_VECS>(sums, lists, w, panels);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) acc[r][v] = load_bits(sums + (r * VECS + v) * LANES);
+    }
+}
+#endif
 
 template <typename Weights, int ROWS, int PANELS>
 QNOINLINE void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead &ahead) {
@@ -171,6 +274,12 @@ QNOINLINE void tile(const Groups &groups, const IntegerTile &rows, int first, Ah
             w += num_steps * LINE;
             x += num_steps * Weights::WORDS * ROWS;
         }
+#if SHORT_PAIRS
+        if constexpr (Weights::HAS_OUTLIERS) {
+            add_outliers(acc, x, w - panels.num_steps * LINE, panels);
+            x += panels.num_steps * ROWS;
+        }
+#endif
         const char *headers = groups.headers + first * groups.header_stride + group * groups.header_group_stride;
         add_group<ROWS, PANELS>(rows.rows.sums + first * PANEL, acc, groups, rows.starts, group, headers);
     }
@@ -206,7 +315,12 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
         const Tile now = row_tiles.next();
         const IntegerTile tile{now, rows.starts + now.row * groups.count};
         const Ahead ahead = ahead_of(following, block, t);
-        with_constant<TILE_ROWS>(now.height, [&](auto height) { tiles<Weights, height>(groups, tile, ahead); });
+        with_constant<Weights::MAX_ROWS>(now.height, [&](auto height) {
+#if SHORT_PAIRS
+            if (Weights::HAS_OUTLIERS && has_large_pairs(groups, now)) return tiles<LargePairs, height>(groups, tile, ahead);
+#endif
+            tiles<Weights, height>(groups, tile, ahead);
+        });
         scale_rows(now, rows.scales + now.row, block.num_panels);
     }
 }
@@ -220,8 +334,10 @@ void gemm_integers(const LinearWeight &weight, const InputRows &rows, const Gemm
     const bool is_int8 = weight.format == WeightFormat::int8, expands = block.num_tiles >= EXPANDING_TILES;
     if (is_int8 && (NUM_PARTS == 1 || !expands)) return multiply_rows<Bytes>(weight, rows, block, groups);
     if (!is_int8 && (NARROW_SUMS || !expands)) return multiply_rows<HalfBytes>(weight, rows, block, groups);
-    multiply_rows<Parts>(weight, rows, block,
-                         is_int8 ? expanded<WeightFormat::int8>(groups, block) : expanded<WeightFormat::int4>(groups, block));
+    if constexpr (NUM_PARTS > 1 || !NARROW_SUMS) {
+        multiply_rows<Parts>(weight, rows, block,
+                             is_int8 ? expanded<WeightFormat::int8>(groups, block) : expanded<WeightFormat::int4>(groups, block));
+    }
 }
 
 }  // namespace quire::QUIRE_ISA

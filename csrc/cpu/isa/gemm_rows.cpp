@@ -5,6 +5,7 @@
 #include "activation.hpp"
 #include "gemm.hpp"
 #include "kernels.hpp"
+#include "outliers.hpp"
 
 namespace quire::QUIRE_ISA {
 
@@ -146,15 +147,19 @@ static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Di
 
 // Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well. `to_next`:
 // elements to the row that comes next; 0: none.
-template <typename T, typename Integer>
+template <WeightFormat FORMAT, typename T, typename Integer>
 static float quantize_row(const T *x, const LinearWeight &weight, int64_t to_next, Integer *out, int32_t *starts) {
     const float scale = largest(x, weight.num_inputs) / 127.0f;
     const bool is_zero = !(scale >= FLT_MIN);
     const Divisor divisor(is_zero ? INFINITY : scale, sizeof(T) == sizeof(bf16));  // a finite number over infinity is 0
-    for (int64_t group = 0; group < weight.num_groups(); ++group) {
+    const int64_t padded = weight.padded_group();
+    constexpr bool HAS_OUTLIERS = SHORT_PAIRS && FORMAT == WeightFormat::int8;
+    for (int64_t group = 0; group < weight.num_groups(); ++group, out += HAS_OUTLIERS ? 2 * padded : padded) {
         starts[group] = -static_cast<int32_t>(weight.zero_point()) *
-                        quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor,
-                                       to_next, out + group * weight.padded_group());
+                        quantize_group(x + group * weight.group_size, weight.group_size, padded, divisor, to_next, out);
+#if SHORT_PAIRS
+        if constexpr (HAS_OUTLIERS) set_outliers_aside(out, padded / 4);
+#endif
     }
     return scale < FLT_MIN ? 0.0f : scale;
 }
@@ -168,8 +173,8 @@ static void convert_one(const LinearWeight &weight, const T *x, int64_t r, const
         const int64_t to_next = r + 1 < out.num_rows ? weight.num_inputs : 0;
         const_cast<float *>(out.scales)[r] =
             weight.format == WeightFormat::int4
-                ? quantize_row(row, weight, to_next, reinterpret_cast<Int4Input *>(words), starts)
-                : quantize_row(row, weight, to_next, reinterpret_cast<Input *>(words), starts);
+                ? quantize_row<WeightFormat::int4>(row, weight, to_next, reinterpret_cast<Int4Input *>(words), starts)
+                : quantize_row<WeightFormat::int8>(row, weight, to_next, reinterpret_cast<Input *>(words), starts);
     } else if (out.is_bf16) {
         bf16 *to = reinterpret_cast<bf16 *>(words);
         memcpy(to, row, weight.num_inputs * sizeof(bf16));

@@ -10,6 +10,7 @@ extern const KernelTable table;
 const KernelTable table = {
     ISA_NAME,
     TILE_ROWS,
+    INT8_TILE_ROWS,
     INT8_INPUT_BYTES,
     INT4_INPUT_BYTES,
     HAS_BF16_DOTS,

@@ -5,6 +5,7 @@ namespace quire::QUIRE_ISA {
 
 const KernelTable &extended_table() {
     static const KernelTable made = extend(avx2::table, [](KernelTable &table) {
+        table.int8_tile_rows = INT8_TILE_ROWS;
         table.int8_input_bytes = INT8_INPUT_BYTES;
         table.int4_input_bytes = INT4_INPUT_BYTES;
         table.convert_rows = convert_rows;

@@ -195,6 +195,31 @@ def test_int8_inputs_give_the_bits_of_the_reference(
         assert torch.equal(native_isa.linear(x[row : row + 1], packed)[0], whole[row]), f"row {row}"
 
 
+@pytest.mark.parametrize("size", [64, 512, 1030])
+def test_sums_are_exact_however_many_pairs_of_inputs_are_large(
+    native_isa: Kernels, reference: Kernels, size: int
+) -> None:
+    """Neighbours that meet the largest weights, at and beyond what 16 bits hold of them."""
+    num_inputs = 2 * size
+    weight = quantized(8, (35, num_inputs), size, "int8")
+    weight.values[1], weight.values[2] = 127, -128
+    pairs = torch.tensor(
+        [[64, 64], [64, 65], [127, 1], [127, 2], [-127, -1], [-127, -2], [127, 127], [127, -127]]
+    )
+    generator = torch.Generator().manual_seed(size)
+    fractions = torch.tensor([0.0, 0.01, 0.1, 0.2, 0.25, 0.3, 0.6, 1.0]).repeat(3)[:, None]
+    is_large = torch.rand(24, num_inputs // 2, generator=generator) < fractions
+    chosen = pairs[torch.randint(0, 8, is_large.shape, generator=generator)]
+    small = torch.randint(-60, 61, chosen.shape, generator=generator)
+    x = torch.where(is_large[..., None], chosen, small).reshape(24, num_inputs).float()
+    x[:, 0] = 127  # so that the scale is one, and these are the integers
+    want = reference.linear(x, reference.pack_quantized(weight))
+    packed = native_isa.pack_quantized(weight)
+    assert torch.equal(native_isa.linear(x, packed), want)
+    for row in range(24):
+        assert torch.equal(native_isa.linear(x[row : row + 1], packed)[0], want[row]), f"row {row}"
+
+
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("bits", "num_inputs", "size"), QUANTIZED)
 def test_float_inputs_give_the_bits_of_the_dequantized_weight(
