@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "program": set(),
     "kernels": {"program"},
     "assets": set(),
+    "routing": set(),
     # declarations, and what they are lowered to; nn, which stands above them, builds it
     "models": {"program"},
     "weights": {"models", "kernels"},
@@ -88,6 +89,7 @@ ALLOWED: dict[str, set[str]] = {
         "grammar",
         "tiers",
         "program",
+        "routing",
     },
 }
 # R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never
@@ -197,6 +199,7 @@ MAX_LINES = {
     "quire/program": 1_000,
     "quire/quant": 2_150,
     "quire/router": 2_500,
+    "quire/routing": 500,
     "quire/sampling": 1_300,
     "quire/server": 15_600,
     "quire/sim": 1_900,

@@ -19,8 +19,8 @@ from quire.router.fleet import Fleet
 from quire.router.forwarding import SECRETS, Forwarder
 from quire.router.metrics import RouterMetrics
 from quire.router.paths import BROADCAST_PATHS
-from quire.router.policies.choices import make_balancer
 from quire.router.prober import Prober
+from quire.routing.choices import make_balancer
 from quire.server.http.gateway import Gateway
 from quire.server.quota.admission import AdmissionControl
 from quire.server.quota.tenants import KeyRing

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.router.policies.ask import Ask, digests
+from quire.routing.ask import Ask, digests
 
 BYTES_PER_TOKEN = 4
 """Of JSON in English; the policies compare estimates with one another only."""

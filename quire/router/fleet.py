@@ -15,9 +15,9 @@ from quire.common.http_client import Address, HttpClient
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.health import Breaker, BreakerState
-from quire.router.policies.ask import Ask
-from quire.router.policies.choices import Balancer
-from quire.router.policies.load import LoadShare, ReplicaLoad
+from quire.routing.ask import Ask
+from quire.routing.choices import Balancer
+from quire.routing.load import LoadShare, ReplicaLoad
 from quire.server.http.errors import ApiError, overloaded
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.scheduler import Scheduler
 from quire.core.step_cost import StepCostModel, UnitCosts, work_of
 from quire.executor.null import NullExecutor
-from quire.router.policies.ask import Ask
-from quire.router.policies.choices import (
+from quire.routing.ask import Ask
+from quire.routing.choices import (
     DEFAULT_MEMORY_CHUNKS,
     make_balancer,
 )
-from quire.router.policies.load import LoadShare
+from quire.routing.load import LoadShare
 from quire.sim.traces import Trace
 
 _TINY_S = 1e-12

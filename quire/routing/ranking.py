@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from quire.router.policies.load import ReplicaLoad
+from quire.routing.load import ReplicaLoad
 
 
 def score(key: bytes, name: str) -> int:

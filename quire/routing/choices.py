@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from quire.router.policies.ask import Ask
-from quire.router.policies.load import LoadShare, ReplicaLoad
-from quire.router.policies.memory import PrefixMemory
-from quire.router.policies.ranking import ranked, with_room
+from quire.routing.ask import Ask
+from quire.routing.load import LoadShare, ReplicaLoad
+from quire.routing.memory import PrefixMemory
+from quire.routing.ranking import ranked, with_room
 
 LOAD_FACTORS: Mapping[str, float] = {"kv-aware": 1.5}
 DEFAULT_LOAD_FACTOR = 1.3

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.route import ROUTING_POLICIES
-from quire.router.policies.ask import MAX_CHUNKS, Ask, digests
-from quire.router.policies.choices import POLICIES, Balancer, make_balancer
-from quire.router.policies.load import LoadShare, ReplicaLoad
-from quire.router.policies.memory import PrefixMemory
-from quire.router.policies.ranking import ranked, with_room
+from quire.routing.ask import MAX_CHUNKS, Ask, digests
+from quire.routing.choices import POLICIES, Balancer, make_balancer
+from quire.routing.load import LoadShare, ReplicaLoad
+from quire.routing.memory import PrefixMemory
+from quire.routing.ranking import ranked, with_room
 
 NAMES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
 

@@ -1,5 +1,0 @@
-"""Where a request goes: decisions without a socket, a clock or a thread of their own.
-
-Imports the standard library alone. The router calls it with what it knows of an HTTP body, the
-fleet simulator with what it knows of a trace; times are passed in.
-"""
