@@ -223,8 +223,9 @@ class LLM(PoolingCalls, DecisionCalls):
         return self.llm_engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Devices that the model is spread over: 1."""
-        return 1
+        """Processes that compute: those of one model, and with `include_dp` of all replicas."""
+        config = self.config
+        return config.tensor_parallel_size * (config.data_parallel_size if include_dp else 1)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -75,8 +75,9 @@ BOXES = (
     Box("program", "operations", 629, 328, 61, "data"),
     Box("kernels", "CPU, Triton", 698, 328, 61, "data"),
     Box("csrc", "C++", 767, 328, 61, "data"),
-    Box("config", "options", 32, 328, 130),
-    Box("common", "small helpers", 170, 328, 132),
+    Box("config", "options", 32, 328, 84),
+    Box("routing", "to replicas", 124, 328, 84),
+    Box("common", "helpers", 216, 328, 86),
 )
 _AREAS = (
     (20, 190, 294, 84, "control plane: no torch, no clock"),

@@ -77,6 +77,7 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
             "workspace_bytes": plan.workspace_bytes,
             "adapter_bytes": plan.adapter_bytes,
             "image_bytes": plan.image_bytes,
+            "replica_bytes": plan.replica_bytes,
             "total_bytes": plan.total_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
             "weight_bytes_per_token": plan.formats.token_bytes(spec, plan.dtype),
@@ -118,6 +119,12 @@ def _images(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [("images", format_bytes(num_bytes), "rows of encoded ones")] if num_bytes else []
 
 
+def _replicas(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """A line where there are several replicas, of which the lines above are one."""
+    one, together = memory["replica_bytes"], memory["total_bytes"]
+    return [] if one == together else [("a replica", format_bytes(one), f"of {together // one}")]
+
+
 def render(record: dict[str, Any]) -> str:
     """Return the plan for people."""
     memory, capacity, flops, machine = (
@@ -139,6 +146,7 @@ def render(record: dict[str, Any]) -> str:
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
                 *_adapters(memory),
                 *_images(memory),
+                *_replicas(memory),
                 (
                     "total",
                     format_bytes(memory["total_bytes"]),

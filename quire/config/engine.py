@@ -54,6 +54,7 @@ _LEAST = {
     "max_lora_rank": 1,
     "max_cpu_loras": 1,
     "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
 }
 """Whole numbers, each with the least that makes sense."""
 _OF_ADAPTERS = frozenset({"max_loras", "max_lora_rank", "max_cpu_loras"})
@@ -253,6 +254,11 @@ class EngineConfig:
         1,
         "processes of this machine that each hold a part of every matrix; same answers to the bit",
     )
+    data_parallel_size: int = _option(
+        1,
+        "engines of the model behind one front, each with all of its weights: requests go where "
+        "their beginning is cached and least is in flight",
+    )
     distributed_executor_backend: str | None = _option(
         None,
         "how the processes of one model are run: mp starts them on this machine, uni is one alone",
@@ -448,10 +454,11 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         num_ranks, timeout = self.tensor_parallel_size, self.distributed_timeout_seconds
-        if num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"tensor_parallel_size={num_ranks} is too many: at most {MAX_RANKS} are possible"
-            )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) > MAX_RANKS:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is too many: at most {MAX_RANKS} are possible"
+                )
         if num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(
                 f"distributed_executor_backend='uni' is one process, and tensor_parallel_size="

@@ -138,7 +138,6 @@ _TABLE: tuple[ForeignOption, ...] = (
     *_absent(
         "one engine uses one device",
         1,
-        data_parallel_size=1,
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
     ),

@@ -11,7 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import absent
-from quire.engine.front.metrics import Metric, snapshot
+from quire.engine.front.metrics import Metric
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.loop.engine import Engine, Output
@@ -104,7 +104,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's counters, under the names that vLLM gives them."""
-        return snapshot(self.engine.scheduler, self.config.model)
+        return self.engine.metrics()
 
     def do_log_stats(self) -> None:
         """Does nothing: counters are read with `get_metrics`."""

@@ -30,8 +30,8 @@ from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.client import Client
-from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig
+from quire.engine.replicas.link import link_to
 from quire.errors import ConfigError, EngineError
 from quire.server.api.openai.data_folder import DataFolder
 from quire.server.api.prompt_encoder import read_template
@@ -208,7 +208,7 @@ class Lifecycle:
             max_restarts=config.max_restarts,
         )
         client = Client(
-            prepared, supervised(prepared, watch, has_json_logs=self._settings.api.json_logs)
+            prepared, link_to(prepared, watch, has_json_logs=self._settings.api.json_logs)
         )
         client.link.start()  # first of all: the model loads while the rest is imported
         self._signals.handle()

@@ -482,7 +482,7 @@ Call = Callable[[LLM], object]
             lambda llm: LLM(MODEL, pipeline_parallel_size=4),
             "pipeline_parallel_size=4 is not available yet",
         ),
-        (lambda llm: LLM(MODEL, data_parallel_size=2), "data_parallel_size=2 is not available"),
+        (lambda llm: LLM(MODEL, data_parallel_size=65), "data_parallel_size=65 is too many"),
         (
             lambda llm: LLM(MODEL, chat_template="no-such-file"),
             "chat_template='no-such-file' is no file",

@@ -203,10 +203,10 @@ class FakeClient(Client):
             state=self.state, num_running=self.num_running, num_requests=len(self.streams)
         )
 
-    async def inspect(self, engine: str, since: int) -> Inspection | None:
+    async def inspect(self, engine: str, since: int, replica: int = 0) -> Inspection | None:
         return self.inspection
 
-    async def inspect_block(self, block: int, step: int) -> BlockContent | None:
+    async def inspect_block(self, block: int, step: int, replica: int = 0) -> BlockContent | None:
         return self.content
 
     async def drain(self, timeout_s: float) -> bool:

@@ -37,6 +37,7 @@ from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import SUFFIX as COST_SUFFIX
 from quire.engine.plan.step_costs import StepCostFile
+from quire.errors import ConfigError
 from quire.executor.registry import ExecutorSpec, make_executor
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
     from quire.engine.loop.engine import Engine
 
     planned = prepared.planned
+    if (count := planned.plan.config.data_parallel_size) > 1:
+        raise ConfigError(
+            f"data_parallel_size={count} is for quire serve, LLM and AsyncLLM; leave it out here"
+        )
     is_paced = is_streaming or planned.plan.config.target_step_ms is not None
     pace, cost_file = pace_of(planned, is_bounded=is_paced)
     return Engine(
@@ -149,7 +154,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def build_engine(config: EngineConfig, *, is_streaming: bool = False) -> Engine:
-    """Return an engine that is ready to run; see `assemble`."""
+    """Return an engine that is ready to run; see `assemble`. With several replicas, it is one that
+    passes requests on to their processes."""
+    if config.data_parallel_size > 1:
+        from quire.engine.replicas.engine import ReplicatedEngine
+
+        return ReplicatedEngine(config, is_streaming=is_streaming)
     prepared = prepare_model(config)
     return assemble(prepared, build_executor(prepared.planned), is_streaming=is_streaming)
 

@@ -28,7 +28,7 @@ from quire.engine.front.absent import (
     absent,
 )
 from quire.engine.front.digest import Digest
-from quire.engine.front.metrics import Metric, snapshot
+from quire.engine.front.metrics import Metric
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt, with_truncation
@@ -37,7 +37,7 @@ from quire.engine.loop.engine import Engine
 from quire.engine.loop.engine_thread import EngineThread
 from quire.engine.pooling.outputs import PoolingRequestOutput, output_of
 from quire.engine.pooling.requests import PoolingRequests
-from quire.errors import InvalidParameterError, UnavailableError
+from quire.errors import InvalidParameterError, NotAvailableError, UnavailableError
 from quire.grammar.judge import judge
 from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer
@@ -193,6 +193,10 @@ class AsyncLLM:
                 f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}",
                 param="mode",
             )
+        if self.config.data_parallel_size > 1:
+            raise NotAvailableError(
+                "pause_generation() is not available with data_parallel_size above 1"
+            )
         while (
             mode == "wait"
             and not self._link.is_paused
@@ -239,7 +243,7 @@ class AsyncLLM:
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's counters, under the names that vLLM gives them."""
-        return snapshot(self._engine.scheduler, self.config.model)
+        return self._engine.metrics()
 
     async def _version_of(self, request: LoRARequest | None) -> Adapter | None:
         """The adapter of a request; its files are read in another thread."""
@@ -295,7 +299,8 @@ class AsyncLLM:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The control plane, to look at (it belongs to the engine's thread)."""
+        """The control plane, to look at (it belongs to the engine's thread). AttributeError with
+        several replicas, where it is in other processes."""
         return self._engine.scheduler
 
     def close(self, timeout_s: float = 30.0) -> None:

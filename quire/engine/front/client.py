@@ -2,8 +2,8 @@
 process or in another.
 
 Torch-free. `quire.engine.process.supervisor.Supervisor` is the link to an engine process, whose
-requests survive its death; `quire.engine.loop.engine_thread.EngineThread` the one to an engine in
-this process.
+requests survive its death; `quire.engine.replicas.link.Replicas` one to several of these;
+`quire.engine.loop.engine_thread.EngineThread` the one to an engine in this process.
 
 How to use it: `prepare` judges a request and raises what is wrong with it (a RequestError) before
 anything is streamed; `stream = await client.generate(prepared)` accepts it, or raises an
@@ -31,7 +31,7 @@ from quire.engine.front.images import image_reader
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
-from quire.engine.front.streams import Stream, merge_deltas
+from quire.engine.front.streams import OutputSink, Stream, merge_deltas
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.engine.pooling.requests import PoolingRequests
@@ -119,6 +119,8 @@ class EngineStatus(EngineCounters, frozen=True, kw_only=True):
     last_sign_of_life_age_s: float | None = None
     num_restarts: int = 0
     engine_pid: int | None = None
+    replicas: tuple[EngineStatus, ...] = ()
+    """Of each engine, where there are several."""
 
     @property
     def is_ready(self) -> bool:
@@ -142,7 +144,7 @@ class Link(Protocol):
         """Begin to serve; before that, nothing is computed."""
         ...
 
-    def add(self, prepared: PreparedRequest, stream: Stream) -> None:
+    def add(self, prepared: PreparedRequest, stream: OutputSink) -> None:
         """Serve a request; its outputs go to `stream`."""
         ...
 
@@ -150,8 +152,8 @@ class Link(Protocol):
         """End a request; its stream ends with what there is. Unknown ids are ignored."""
         ...
 
-    def ask(self, question: Question) -> None:
-        """Put a question to the engine, to be answered between two steps, if it can be."""
+    def ask(self, question: Question, replica: int = 0) -> None:
+        """Put a question to an engine, to be answered between two steps, if it can be."""
         ...
 
     def end_all(self, message: str) -> None:
@@ -275,40 +277,44 @@ class Client:
             return msgspec.structs.replace(status, state=state, reason=SHUTTING_DOWN)
         return status
 
-    async def inspect(self, engine: str, since: int) -> Inspection | None:
+    async def inspect(self, engine: str, since: int, replica: int = 0) -> Inspection | None:
         """Return the engine's steps after step `since` of `engine` (as an earlier inspection named
-        it), and its state now.
+        it), and its state now; of several engines, those of the one with this number.
 
         Everything that is kept, where that engine or step is not known. None where the engine
         cannot be asked now.
         """
         self._num_questions += 1
-        answer = await self._ask(Inspect(self._num_questions, engine, since))
+        answer = await self._ask(Inspect(self._num_questions, engine, since), replica)
         return answer.inspection if isinstance(answer, Inspected) else None
 
-    async def inspect_block(self, block: int, step: int) -> BlockContent | None:
+    async def inspect_block(self, block: int, step: int, replica: int = 0) -> BlockContent | None:
         """Return what a KV block held in a step; None where it is not known (any more),
         or the engine cannot be asked now."""
         self._num_questions += 1
-        answer = await self._ask(InspectBlock(self._num_questions, block, step))
+        answer = await self._ask(InspectBlock(self._num_questions, block, step), replica)
         return answer.content if isinstance(answer, InspectedBlock) else None
 
     async def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and KV cache back to the system; what runs goes on after
         `wake_up`, with the same answers. Raises a QuireError where that cannot be."""
         level = check_level(level)
-        self._num_questions += 1
-        await self._command(Sleep(self._num_questions, level))
+        await self._command(lambda number: Sleep(number, level))
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Bring the parts of the memory back that are named, by default all. Raises a
         QuireError."""
         parts = check_parts(tags)
-        self._num_questions += 1
-        await self._command(WakeUp(self._num_questions, parts))
+        await self._command(lambda number: WakeUp(number, parts))
 
-    async def _command(self, command: Command) -> None:
-        answer = await self._ask(command, _COMMAND_TIMEOUT_S)
+    async def _command(self, make: Callable[[int], Command]) -> None:
+        """Have every engine carry out a command, made with a number of its own for each."""
+        for replica in range(max(1, len(self.status().replicas))):
+            self._num_questions += 1
+            await self._command_one(make(self._num_questions), replica)
+
+    async def _command_one(self, command: Command, replica: int) -> None:
+        answer = await self._ask(command, replica, _COMMAND_TIMEOUT_S)
         if not isinstance(answer, Done):
             state = self.status().state
             raise UnavailableError(
@@ -371,13 +377,18 @@ class Client:
             await asyncio.sleep(_DRAIN_POLL_S)
         return not self._streams
 
-    async def _ask(self, question: Question, timeout_s: float = _ANSWER_TIMEOUT_S) -> Seen | None:
-        can_ask = self.status().state in ("ready", "sleeping", "stalled")
+    async def _ask(
+        self, question: Question, replica: int = 0, timeout_s: float = _ANSWER_TIMEOUT_S
+    ) -> Seen | None:
+        status = self.status()
+        if status.replicas:
+            status = status.replicas[replica]
+        can_ask = status.state in ("ready", "sleeping", "stalled")
         if not can_ask or len(self._questions) >= MAX_QUESTIONS:
             return None
         future: asyncio.Future[Seen] = asyncio.get_running_loop().create_future()
         self._questions[question.number] = future
-        self.link.ask(question)
+        self.link.ask(question, replica)
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

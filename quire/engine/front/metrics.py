@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.engine.loop.counters import EngineCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +51,39 @@ class Histogram(Metric):
     buckets: Mapping[str, int]
 
 
+class FinishedTotals(NamedTuple):
+    """What is counted of requests as they end."""
+
+    num_requests: int
+    num_prompt_tokens: int
+
+
 def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
     """Return the engine's numbers now. Prompt tokens and cache hits are those of finished
     requests."""
     # needs the server's message library, which offline use does without
     from quire.engine.loop.counters import count
 
-    labels = {"model_name": model, "engine": "0"}
-    counts, stats = count(scheduler), scheduler.stats
+    stats = scheduler.stats
+    finished = FinishedTotals(sum(stats.num_finished.values()), stats.num_prompt_tokens)
+    return as_metrics(count(scheduler), finished, model)
+
+
+def as_metrics(
+    counts: EngineCounters, finished: FinishedTotals, model: str, engine: int = 0
+) -> list[Metric]:
+    """Return the same of counters, of the engine with a number."""
+    labels = {"model_name": model, "engine": str(engine)}
     totals = {
-        "prompt_tokens": stats.num_prompt_tokens,
+        "prompt_tokens": finished.num_prompt_tokens,
         "generation_tokens": counts.num_generated_tokens,
-        "prefix_cache_queries": stats.num_prompt_tokens,
+        "prefix_cache_queries": finished.num_prompt_tokens,
         "prefix_cache_hits": counts.num_prefix_hit_tokens,
         "num_preemptions": counts.num_preemptions,
         "kv_blocks_kept": counts.num_kept_kv_blocks,
         "kv_blocks_restored": counts.num_restored_kv_blocks,
         "kv_blocks_faulty": counts.num_faulty_kv_blocks,
-        "request_success": sum(stats.num_finished.values()),
+        "request_success": finished.num_requests,
     }
     levels = {
         "num_requests_running": float(counts.num_running),
@@ -77,7 +96,7 @@ def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
             Counter(name=f"vllm:{name}", labels=labels, value=value)
             for name, value in totals.items()
         ),
-        _step_sizes(counts.num_steps_by_size, stats.num_computed_tokens, labels),
+        _step_sizes(counts.num_steps_by_size, counts.num_computed_tokens, labels),
     ]
 
 

@@ -10,12 +10,38 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from quire.engine.front.outputs import RequestOutput
 
 Item = RequestOutput | BaseException
 Merge = Callable[[RequestOutput, RequestOutput], RequestOutput]
 """(earlier, later) -> both as one."""
+
+
+class Caller(Protocol):
+    """What runs a function in the thread that a stream belongs to, such as its event loop."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> Any:
+        """Run it soon; for any thread. Raises RuntimeError where nothing is run any more."""
+        ...
+
+
+class OutputSink(Protocol):
+    """Where one request's outputs go."""
+
+    @property
+    def loop(self) -> Caller:
+        """What calls the other methods."""
+        ...
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Take the error that ends the request."""
+        ...
 
 
 class Stream:
@@ -25,7 +51,7 @@ class Stream:
     def __init__(self, merge: Merge | None = None) -> None:
         """With `merge` at most one output waits for the reader:
         a slow one costs no more than its answer."""
-        self.loop = asyncio.get_running_loop()
+        self.loop: Caller = asyncio.get_running_loop()
         self._merge = merge
         self._items: deque[Item] = deque()
         self._has_news = asyncio.Event()
@@ -100,13 +126,13 @@ class Post:
     """The streams of the requests that a link serves. Belongs to the link's thread."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputSink] = {}
 
-    def open(self, request_id: str, stream: Stream) -> None:
+    def open(self, request_id: str, stream: OutputSink) -> None:
         """Send a request's outputs to `stream` from now on."""
         self._streams[request_id] = stream
 
-    def find(self, request_id: str) -> Stream | None:
+    def find(self, request_id: str) -> OutputSink | None:
         """Return the stream of a request in flight."""
         return self._streams.get(request_id)
 
@@ -128,9 +154,9 @@ class Post:
         self._streams.clear()
 
 
-def send(items: Iterable[tuple[Stream, Item]]) -> None:
+def send(items: Iterable[tuple[OutputSink, Item]]) -> None:
     """Put items into their streams, each in its own event loop's thread. For any thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
+    by_loop: dict[Caller, list[tuple[OutputSink, Item]]] = {}
     for each in items:
         by_loop.setdefault(each[0].loop, []).append(each)
     for loop, theirs in by_loop.items():
@@ -138,7 +164,7 @@ def send(items: Iterable[tuple[Stream, Item]]) -> None:
             loop.call_soon_threadsafe(_put_all, theirs)
 
 
-def _put_all(items: list[tuple[Stream, Item]]) -> None:
+def _put_all(items: list[tuple[OutputSink, Item]]) -> None:
     for stream, item in items:
         if isinstance(item, BaseException):
             stream.fail(item)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -20,21 +20,19 @@ from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress
-from quire.engine.front.adapters import RequestedAdapters
 from quire.engine.front.beam_output import BeamState, beam_output
 from quire.engine.front.digest import Digest
-from quire.engine.front.images import image_reader
-from quire.engine.front.model_view import ModelView
+from quire.engine.front.metrics import Metric, snapshot
 from quire.engine.front.output_processor import OutputProcessor
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, Prompt, parse_prompt
-from quire.engine.front.requests import PreparedRequest, RequestBuilder
+from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.served_model import ServedModel
 from quire.engine.loop.step_loop import StepLoop, loop_of
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
-from quire.errors import ConfigError, EngineError, InvalidParameterError
+from quire.errors import EngineError, InvalidParameterError
 from quire.executor.interface import Executor
-from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
 
 Output = RequestOutput | BeamSearchOutput
@@ -46,7 +44,7 @@ _NESTED = (
 )
 
 
-class Engine(StepLoop):
+class Engine(ServedModel, StepLoop):
     """One model, served. Build it with `quire.engine.assembly.builder.build_engine`."""
 
     def __init__(
@@ -65,7 +63,8 @@ class Engine(StepLoop):
         look_ahead: Callable[[], LookAhead] | None = None,
         digest_key: bytes | None = None,
     ) -> None:
-        super().__init__(
+        StepLoop.__init__(
+            self,
             plan.limits,
             executor,
             clock,
@@ -76,45 +75,25 @@ class Engine(StepLoop):
             look_ahead=look_ahead,
             digest_key=digest_key,
         )
-        self.plan = plan
-        self.tokenizer = tokenizer
-        self.generation_config = dict(generation_config or {})
-        self.model = ModelView.of(plan, model_config or {})
-        self.adapters = RequestedAdapters(plan.spec, plan.adapters)
-        self.images = image_reader(plan)
-        """What reads the images of prompts; None where the model reads none."""
+        ServedModel.__init__(
+            self,
+            plan,
+            tokenizer=tokenizer,
+            generation_config=generation_config,
+            eos_token_ids=eos_token_ids,
+            model_config=model_config,
+            clock=clock,
+        )
         self._outputs = OutputProcessor(tokenizer, self)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
         self._in_processors: set[int] = set()
         """Threads that are inside a logits processor now."""
         self._lost: list[Output] = []
-        self.request_builder = RequestBuilder(plan, tokenizer, eos_token_ids, clock)
         self._is_closed = False
 
     # -- requests
     # ----------------------------------------------------------------------------------------------
-
-    def default_params(self, **overrides: Any) -> SamplingParams:
-        """Sampling parameters as the model's `generation_config.json` wants them."""
-        return SamplingParams.from_generation_config(self.generation_config, **overrides)
-
-    def pretrained_tokenizer(self) -> PretrainedTokenizer:
-        """Return the tokenizer, with the methods that transformers' have.
-        ConfigError where there is none."""
-        if self.tokenizer is None:
-            raise ConfigError(
-                "this engine has no tokenizer (skip_tokenizer_init); load the model with one"
-            )
-        return PretrainedTokenizer(self.tokenizer, name=self.model.tokenizer)
-
-    def digest(self, params: SamplingParams) -> Digest:
-        """Read parameters once, for `add_request` with any number of prompts; later changes to
-        `params` do not count.
-
-        Safe in any thread. Raises a RequestError.
-        """
-        return self.request_builder.digest(params.clone())
 
     def add_request(
         self,
@@ -181,6 +160,15 @@ class Engine(StepLoop):
     # ----------------------------------------------------------------------------------------------
 
     @property
+    def open_requests(self) -> Collection[str]:
+        """Ids of the requests in flight."""
+        return self.scheduler.requests
+
+    def metrics(self) -> list[Metric]:
+        """Return the engine's counters, under the names that vLLM gives them."""
+        return snapshot(self.scheduler, self.plan.config.model)
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._is_closed
@@ -239,10 +227,8 @@ class Engine(StepLoop):
             self._is_closed = True
             for request_id in list(self.scheduler.requests):
                 self.abort(request_id)
-            super().close()
-            self.adapters.close()
-            if self.images is not None:
-                self.images.close()
+            StepLoop.close(self)
+            self.close_model()
 
     # -- building requests
     # -------------------------------------------------------------------------------------------

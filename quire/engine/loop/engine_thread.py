@@ -18,7 +18,7 @@ from quire.common.failures import log_failure
 from quire.engine.front.client import EngineStatus, Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
-from quire.engine.front.streams import Post, Stream, send
+from quire.engine.front.streams import OutputSink, Post, send
 from quire.engine.loop.counters import count
 from quire.engine.loop.engine import Engine
 from quire.engine.process.service import answer
@@ -71,10 +71,10 @@ class EngineThread:
                 raise self._last_word()
             self._commands.put(command)
 
-    def add(self, prepared: PreparedRequest, stream: Stream) -> None:
+    def add(self, prepared: PreparedRequest, stream: OutputSink) -> None:
         self.begin(prepared.spec.request_id, lambda engine: engine.add(prepared), stream)
 
-    def begin(self, request_id: str, add: Command, stream: Stream) -> None:
+    def begin(self, request_id: str, add: Command, stream: OutputSink) -> None:
         """Serve the request that `add` gives to the engine;
         what that raises is what its stream ends with."""
         self.submit(lambda engine: self._begin(engine, request_id, add, stream))
@@ -82,13 +82,13 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         self.submit(lambda engine: self._abort(engine, request_id, None))
 
-    def leave(self, request_id: str, stream: Stream) -> None:
+    def leave(self, request_id: str, stream: OutputSink) -> None:
         """End the request of a stream whose reader has gone. One that was refused,
         since its id is in use, ends no other request."""
         with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
             self.submit(lambda engine: self._abort(engine, request_id, stream))
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: Question, replica: int = 0) -> None:
         self.submit(lambda engine: self.show(answer(engine, question)))
 
     def end_all(self, message: str) -> None:
@@ -149,7 +149,7 @@ class EngineThread:
             while True:
                 self._commands.get_nowait()(self.engine)
 
-    def _begin(self, engine: Engine, request_id: str, add: Command, stream: Stream) -> None:
+    def _begin(self, engine: Engine, request_id: str, add: Command, stream: OutputSink) -> None:
         try:
             add(engine)
         except Exception as error:
@@ -160,7 +160,7 @@ class EngineThread:
             return
         self._post.open(request_id, stream)
 
-    def _abort(self, engine: Engine, request_id: str, stream: Stream | None) -> None:
+    def _abort(self, engine: Engine, request_id: str, stream: OutputSink | None) -> None:
         if stream is not None and self._post.find(request_id) is not stream:
             return
         output = engine.abort(request_id)
@@ -169,12 +169,12 @@ class EngineThread:
 
     def abort_all(self, engine: Engine) -> None:
         """End every request with what there is. To be called in the thread."""
-        for request_id in list(engine.scheduler.requests):
+        for request_id in list(engine.open_requests):
             self._abort(engine, request_id, None)
 
     def _end_all(self, engine: Engine, error: EngineError) -> None:
         self._post.fail_all(error)
-        for request_id in list(engine.scheduler.requests):
+        for request_id in list(engine.open_requests):
             engine.abort(request_id)
 
     def _end(self) -> None:

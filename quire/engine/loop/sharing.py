@@ -59,9 +59,9 @@ class SharedEngine:
         The engine must be held."""
         while request_id is None:
             name, self._num_named = str(self._num_named), self._num_named + 1
-            request_id = None if name in self._engine.scheduler.requests else name
+            request_id = None if name in self._engine.open_requests else name
         # else the engine refuses it, and it stays with its owner
-        if request_id not in self._engine.scheduler.requests:
+        if request_id not in self._engine.open_requests:
             self._owners[request_id] = session
         return request_id
 

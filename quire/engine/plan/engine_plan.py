@@ -108,6 +108,11 @@ class EnginePlan:
 
     @property
     def total_bytes(self) -> int:
+        """Memory of all replicas at most."""
+        return self.replica_bytes * self.config.data_parallel_size
+
+    @property
+    def replica_bytes(self) -> int:
         """Memory at most: weights, KV cache, workspace, adapters, encoded images, a draft model."""
         kept = (self.adapters, self.images, self.draft, self.tiers)
         others = sum(each.num_bytes for each in kept if each is not None)

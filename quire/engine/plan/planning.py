@@ -15,7 +15,7 @@ from quire.common.graph_shapes import largest_size
 from quire.common.numbers import format_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
-from quire.engine.plan import attention, memory, ranks, speculation
+from quire.engine.plan import attention, memory, ranks, replicas, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
 from quire.engine.plan.engine_plan import EnginePlan, Notes
@@ -80,6 +80,7 @@ class _Resolver:
     ) -> None:
         self.config = config
         self.spec = spec
+        machine = replicas.share_of(machine, config)
         self.machine = machine if config.device == "cuda" else replace(machine, gpu=None)
         self.gpu = self.machine.gpu
         self.formats = formats
@@ -192,6 +193,8 @@ class _Resolver:
         self._note_invariance()
         for decision in speculation.decisions(self.config):
             self._notes.add(*decision)
+        for each in replicas.decisions(self.config):
+            self._notes.add(*each)
 
     def _workspace_bytes(
         self,

@@ -24,7 +24,7 @@ def supervised(
     prepared: PreparedModel, watch: WatchConfig | None = None, **launch_options: Any
 ) -> Supervisor:
     """Return a link to engine processes that serve a model, one after another;
-    it begins to load when it is started."""
+    it begins to load when it is started. Of several replicas, it is one."""
     start = start_message(prepared.planned.plan, prepared.planned.files)
     return Supervisor(
         lambda: EngineProcess(start, **launch_options),
@@ -51,6 +51,7 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "num_threads": plan.num_threads,
+        "data_parallel_size": 1,
         "tokenizer": _absolute(config.tokenizer),
         "weights_cache": _absolute(config.weights_cache),
         "speculative_config": _speculation(config.speculative_config),

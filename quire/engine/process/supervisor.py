@@ -22,7 +22,7 @@ from quire.core.request import FinishReason
 from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
-from quire.engine.front.streams import Post, Stream
+from quire.engine.front.streams import OutputSink, Post
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
@@ -113,13 +113,13 @@ class Supervisor:
         process = self._process
         return None if process is None else process.pid
 
-    def add(self, prepared: PreparedRequest, stream: Stream) -> None:
+    def add(self, prepared: PreparedRequest, stream: OutputSink) -> None:
         self._submit(lambda: self._add(prepared, stream))
 
     def abort(self, request_id: str) -> None:
         self._submit(lambda: self._end(request_id, FinishReason.ABORT, None))
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: Question, replica: int = 0) -> None:
         self._submit(lambda: self._questions.append(question))
 
     def end_all(self, message: str) -> None:
@@ -340,7 +340,7 @@ class Supervisor:
     # -- commands
     # ----------------------------------------------------------------------------------------------
 
-    def _add(self, prepared: PreparedRequest, stream: Stream) -> None:
+    def _add(self, prepared: PreparedRequest, stream: OutputSink) -> None:
         self._post.open(prepared.spec.request_id, stream)
         try:
             entry = self._journal.add(prepared)

@@ -20,6 +20,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.config.engine import MAX_RANKS
+from quire.engine.front.client import EngineStatus
 from quire.engine.loop.inspection import Inspection
 from quire.server.http.call import call_of
 from quire.server.http.errors import ApiError, overloaded
@@ -32,6 +34,7 @@ MAX_ASKING = 16
 """Requests that may wait for the engine's answer at once."""
 StepNumber = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 """-1 is the one before the first, or the last."""
+ReplicaNumber = Annotated[int, Meta(ge=0, le=MAX_RANKS - 1)]
 
 
 class StepsQuery(msgspec.Struct, kw_only=True):
@@ -39,12 +42,15 @@ class StepsQuery(msgspec.Struct, kw_only=True):
 
     engine: Annotated[str, Meta(max_length=64)] = ""
     since: StepNumber = -1
+    replica: ReplicaNumber = 0
+    """Of several engines, which."""
 
 
 class BlockQuery(msgspec.Struct, kw_only=True):
     """The step in which a block is inspected."""
 
     step: StepNumber = -1
+    replica: ReplicaNumber = 0
 
 
 class Inspector:
@@ -59,8 +65,10 @@ class Inspector:
         """GET /inspect/steps?engine=&since=: the engine's state, and its steps after `since` (all,
         where that is unknown)."""
         call, query = call_of(request), query_of(request, StepsQuery)
-        inspection = await self._asked(self._api.client.inspect(query.engine, query.since))
-        status = self._api.client.status()
+        status = self._status_of(query.replica)
+        inspection = await self._asked(
+            self._api.client.inspect(query.engine, query.since, query.replica)
+        )
         body: dict[str, Any] = {
             "model": self._api.model_names[0],
             "state": status.state,
@@ -68,6 +76,7 @@ class Inspector:
             "num_restarts": status.num_restarts,
             "step_age_s": status.last_step_age_s,
             "num_requests": status.num_requests,
+            "replicas": [each.state for each in self._api.client.status().replicas],
             "max_model_len": self._api.client.model.max_model_len,
             "is_admin": call.tenant.is_admin,
             "inspection": inspection
@@ -83,13 +92,23 @@ class Inspector:
         if not call.tenant.is_admin:
             raise ApiError(403, "only an admin key may see what blocks hold", code="admin_needed")
         block = whole_number("block", request.path_params["block"], -MAX_NUMBER, MAX_NUMBER)
-        step = query_of(request, BlockQuery).step
-        content = await self._asked(self._api.client.inspect_block(block, step))
+        query = query_of(request, BlockQuery)
+        self._status_of(query.replica)
+        content = await self._asked(
+            self._api.client.inspect_block(block, query.step, query.replica)
+        )
         if content is None:
             raise ApiError(404, "this block or step is not known (any more)", code="unknown_block")
         tokenizer = self._api.client.tokenizer
         texts = None if tokenizer is None else list(texts_of(tokenizer, content.token_ids))
         return json_response(call, {**dataclasses.asdict(content), "texts": texts})
+
+    def _status_of(self, replica: int) -> EngineStatus:
+        """Return the status of one engine. Raises ApiError where there are not so many."""
+        status = self._api.client.status()
+        if replica >= max(1, len(status.replicas)):
+            raise ApiError(404, f"there is no replica {replica}", code="unknown_replica")
+        return status.replicas[replica] if status.replicas else status
 
     async def _asked(self, answer: Any) -> Any:
         if self._num_asking >= MAX_ASKING:

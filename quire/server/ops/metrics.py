@@ -28,6 +28,7 @@ from prometheus_client.utils import floatToGoString
 from quire.core.params import SamplingParams
 from quire.engine.front.client import Client, EngineStatus
 from quire.engine.front.outputs import RequestOutput
+from quire.server.ops.replica_metrics import ReplicaMetrics
 from quire.server.quota.admission import AdmissionControl
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -188,6 +189,7 @@ class Metrics:
         """To look a metric up by its labels costs as much as to count;
         these are as few as the metric's."""
         self._registry.register(_Live(prefix, model_name, client, admission))
+        self._registry.register(ReplicaMetrics(prefix, model_name, client))
         self._registry.register(_Histograms(prefix, model_name, self._histograms))
         self._registry.register(_Counts(prefix, model_name, self._counts))
 

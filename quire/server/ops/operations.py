@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
+from quire.engine.front.client import EngineStatus
 from quire.server.http.call import call_of
 from quire.server.http.errors import overloaded
 from quire.server.http.responses import json_response
@@ -15,6 +16,23 @@ from quire.server.ops.metrics import CONTENT_TYPE
 from quire.server.state import Api
 
 _RETRY_WHEN_NOT_READY_S = 5
+
+
+def of_replicas(status: EngineStatus) -> list[dict[str, Any]]:
+    """Return how each of several engines is doing; nothing of one alone."""
+    return [
+        {
+            "state": each.state,
+            "num_requests": each.num_requests,
+            "num_running": each.num_running,
+            "num_waiting": each.num_waiting,
+            "kv_usage": each.kv_usage,
+            "num_steps": each.num_steps,
+            "last_step_age_s": each.last_step_age_s,
+            "num_restarts": each.num_restarts,
+        }
+        for each in status.replicas
+    ]
 
 
 class Operations:
@@ -56,6 +74,7 @@ class Operations:
             "last_step_age_s": status.last_step_age_s,
             "last_sign_of_life_age_s": status.last_sign_of_life_age_s,
             "num_restarts": status.num_restarts,
+            "replicas": of_replicas(status),
         }
         return json_response(call_of(request), numbers)
 

@@ -23,6 +23,7 @@ const numbers = new Numbers();
 let selected = null; // the step that is looked at; null: live
 let server = null; // the last answer
 let canSeeTexts = false;
+let replica = 0; // of several engines, the one that is shown
 
 const mark = (colour) => map.mark(colour);
 const map = new BlockMap(byId("block-map"), byId("block-marks"), (block) => lookInto(block));
@@ -43,7 +44,7 @@ let pause = POLL_MS;
 async function poll() {
   if (!document.hidden && !byId("key-dialog").open) {
     try {
-      take(await getJson(`inspect/steps?engine=${history.engine}&since=${history.since}`));
+      take(await getJson(`inspect/steps?engine=${history.engine}&since=${history.since}&replica=${replica}`));
       pause = POLL_MS;
     } catch (error) {
       if (error instanceof HttpError && error.status === 401) askForKey();
@@ -60,6 +61,7 @@ function take(answer) {
   byId("model").textContent = answer.model;
   byId("key-button").hidden = !hasKey();
   showState(answer.state, stateText(answer));
+  showReplicas(answer.replicas);
   const { inspection } = answer;
   if (!inspection) return;
   if (inspection.base) numbers.reset();
@@ -69,6 +71,21 @@ function take(answer) {
   if (selected !== null && selected < history.first) selected = history.first;
   render();
 }
+
+function showReplicas(states) {
+  const choice = byId("replica");
+  choice.hidden = states.length === 0;
+  while (choice.options.length < states.length) choice.add(new Option());
+  states.forEach((state, number) => {
+    const text = `replica ${number + 1}${state === "ready" ? "" : `: ${state}`}`;
+    if (choice.options[number].text !== text) choice.options[number].text = text;
+  });
+}
+
+byId("replica").addEventListener("change", (event) => {
+  replica = event.target.selectedIndex;
+  selected = null;
+});
 
 function stateText(answer) {
   if (answer.state !== "ready") return answer.reason || answer.state;
@@ -257,7 +274,7 @@ function lookInto(block) {
 async function fetchContent(block) {
   if (!canSeeTexts || map.describe(block).kind === "free") return;
   try {
-    shownContent = await getJson(`inspect/blocks/${block}?step=${selected ?? history.last}`);
+    shownContent = await getJson(`inspect/blocks/${block}?step=${selected ?? history.last}&replica=${replica}`);
   } catch {
     shownContent = null; // gone meanwhile: what is known without asking is shown already
   }

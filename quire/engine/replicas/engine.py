@@ -1,0 +1,267 @@
+"""An engine that computes nothing: requests go to replicas in processes of their own, and a step is
+the outputs that have come from them.
+
+For programs it is an `Engine`, for one thread at a time. A replica that dies or freezes is replaced
+by its supervisor, and its requests go on; nothing of that is seen here. What would need the
+scheduler or the worker in this process (logits processors, beam search, the prefix cache to forget)
+is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.core.adapters import Adapter
+from quire.core.params import BeamSearchParams, SamplingParams
+from quire.engine.assembly.preparation import prepare_model
+from quire.engine.front.client import EngineStatus
+from quire.engine.front.digest import Digest
+from quire.engine.front.metrics import FinishedTotals, Metric, as_metrics
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import Prompt, parse_prompt
+from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.served_model import ServedModel
+from quire.engine.front.streams import Caller
+from quire.engine.loop.engine import Engine, Output
+from quire.engine.replicas.link import Replicas, link_to
+from quire.errors import EngineError, InvalidParameterError, NotAvailableError
+
+_WAIT_S = 0.01
+"""That a step waits for an output: a command for the same thread waits as long."""
+_POLL_S = 0.02
+_ABORT_TIMEOUT_S = 10.0
+"""Supervisors answer in a moment, whatever their engines do."""
+
+
+class ReplicatedEngine(Engine):
+    """The engine of a config with several replicas. Its constructor waits until all are loaded."""
+
+    def __init__(
+        self, config: EngineConfig, *, is_streaming: bool = False, **launch_options: Any
+    ) -> None:
+        """Raises ConfigError, or EngineError where a replica cannot be loaded."""
+        if not is_streaming and config.target_step_ms is None:
+            config = replace(config, target_step_ms=0.0)
+        prepared = prepare_model(config, is_for_here=False)
+        ServedModel.__init__(
+            self,
+            prepared.planned.plan,
+            tokenizer=prepared.tokenizer,
+            generation_config=prepared.generation_config,
+            eos_token_ids=prepared.eos_token_ids,
+            model_config=prepared.planned.model_config,
+        )
+        self.asleep = ()
+        self._inbox = Inbox()
+        self._open: dict[str, _Sink] = {}
+        self._ready: list[Output] = []
+        self._is_closed = False
+        self._link = link_to(prepared, **launch_options)
+        assert isinstance(self._link, Replicas), "one engine runs in this process"
+        self._link.start()
+        try:
+            self._wait_until_loaded()
+        except BaseException:
+            self.close()
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what of an engine there is not."""
+        raise AttributeError(
+            f"{name!r} is not here: with data_parallel_size above 1, schedulers and workers are in "
+            "processes of their own"
+        )
+
+    @property
+    def replicas(self) -> tuple[EngineStatus, ...]:
+        """How each of them is doing."""
+        return self._link.status(len(self._open), 0).replicas
+
+    # -- requests
+    # ----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | Digest,
+        *,
+        adapter: Adapter | None = None,
+        priority: int = 0,
+    ) -> None:
+        """See `Engine.add_request`."""
+        if isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(
+                "beam search is not available with data_parallel_size above 1; use one engine",
+                param="params",
+            )
+        digest = params if isinstance(params, Digest) else self.digest(params)
+        if digest.params.logits_processors:
+            raise InvalidParameterError(
+                "logits_processors are functions, which do not travel to an engine process; use "
+                "data_parallel_size=1",
+                param="logits_processors",
+            )
+        parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size, self.images)
+        self.add(
+            self.request_builder.sampling(
+                request_id, parsed, digest, adapter=adapter, priority=priority
+            )
+        )
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """See `Engine.add`."""
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+        request_id = prepared.spec.request_id
+        if request_id in self._open:
+            raise InvalidParameterError(
+                f"request id {request_id!r} is already in use", param="request_id"
+            )
+        sink = self._open[request_id] = _Sink(self._inbox, prepared, self._take)
+        self._link.add(prepared, sink)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """See `Engine.abort`."""
+        sink = self._open.get(request_id)
+        if sink is None:
+            return None
+        self._link.abort(request_id)
+        deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
+        while request_id in self._open and time.monotonic() < deadline_s:
+            self._inbox.run(_WAIT_S)
+        self._open.pop(request_id, None)
+        self._ready = [each for each in self._ready if each.request_id != request_id]
+        return sink.last
+
+    def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
+        """Not available: the caches are in other processes."""
+        raise NotAvailableError(
+            "reset_prefix_cache() is not available with data_parallel_size above 1"
+        )
+
+    def sleep(self, level: int) -> None:
+        """Not available: the memory is that of other processes."""
+        raise NotAvailableError(
+            "sleep() is not available with data_parallel_size above 1, but for quire serve"
+        )
+
+    # -- the loop
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._open or self._ready)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has anything to wait for."""
+        return self.has_work
+
+    def step(self) -> list[Output]:
+        """Return what has come from the replicas, after a moment's wait where that is nothing."""
+        if not self._ready:
+            self._inbox.run(_WAIT_S)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def take_lost(self) -> list[Output]:
+        """Return nothing: an interrupted wait loses no request."""
+        return []
+
+    def idle(self) -> bool:
+        """See `Executor.idle`: there is nothing to do here."""
+        return False
+
+    def record_steps(self) -> None:
+        """Do nothing: each replica records its own."""
+
+    def refuse_nested_call(self) -> None:
+        """Do nothing: no code of a request's runs in this process."""
+
+    @property
+    def open_requests(self) -> Collection[str]:
+        """Ids of the requests in flight."""
+        return self._open
+
+    def metrics(self) -> list[Metric]:
+        """Return the counters of each replica. Requests and prompt tokens are those of all, and
+        stand with the first one."""
+        nothing = FinishedTotals(0, 0)
+        found: list[Metric] = []
+        for number, status in enumerate(self.replicas):
+            finished = self._finished if number == 0 else nothing
+            found += as_metrics(status, finished, self.plan.config.model, number)
+        return found
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._link.close()
+            self._open.clear()
+            self.close_model()
+
+    _finished = FinishedTotals(0, 0)
+
+    def _take(self, output: RequestOutput) -> None:
+        if output.finished and self._open.pop(output.request_id, None) is not None:
+            count, num_tokens = self._finished
+            self._finished = FinishedTotals(count + 1, num_tokens + len(output.prompt_token_ids))
+        self._ready.append(output)
+
+    def _wait_until_loaded(self) -> None:
+        while any(each.state != "ready" for each in self.replicas):
+            for each in self.replicas:
+                if each.state in ("failed", "closed"):
+                    raise EngineError(each.reason)
+            time.sleep(_POLL_S)
+
+
+class Inbox(Caller):
+    """Where supervisors' threads leave what is to be done by the thread that steps."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = (
+            queue.SimpleQueue()
+        )
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> None:
+        """See `Caller`."""
+        self._calls.put((callback, args))
+
+    def run(self, timeout_s: float) -> None:
+        """Do what there is; wait so long for something."""
+        with contextlib.suppress(queue.Empty):
+            callback, args = self._calls.get(timeout=timeout_s)
+            while True:
+                callback(*args)
+                callback, args = self._calls.get_nowait()
+
+
+class _Sink:
+    """One request's outputs. Implements `OutputSink`."""
+
+    def __init__(
+        self, inbox: Inbox, prepared: PreparedRequest, take: Callable[[RequestOutput], None]
+    ) -> None:
+        self.loop: Caller = inbox
+        self.last: RequestOutput | None = None
+        self._prepared, self._take_output = prepared, take
+
+    def put(self, output: RequestOutput) -> None:
+        """See `OutputSink`."""
+        self.last = output
+        self._take_output(output)
+
+    def fail(self, error: BaseException) -> None:
+        """See `OutputSink`."""
+        request_id, prompt = self._prepared.spec.request_id, self._prepared.prompt
+        self.put(RequestOutput(request_id, prompt, [], [], finished=True, error=str(error)))
