@@ -15,7 +15,9 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
+from quire.engine.plan.experts import expert_bytes
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.kernels import cpu
 from quire.models.registry import declare
 from quire.weights.gguf.file import read_gguf
 from quire.weights.gguf.model import GgufModel
@@ -91,6 +93,18 @@ def test_gpt_oss_keeps_its_numbers_of_four_bits(tmp_path: Path) -> None:
     assert sum(each is not None and each.is_mxfp4 for each in held) == 2 * 3
     [decision] = [each for each in plan.decisions if each.name == "quantization"]
     assert "MXFP4" in decision.reason
+
+
+@pytest.mark.skipif(cpu.IMPORT_ERROR is not None, reason="only native kernels page experts")
+def test_experts_of_four_bits_may_lie_in_a_file(tmp_path: Path) -> None:
+    """And give the same answers, whatever share of them is in memory."""
+    file, _ = store_gpt_oss(tmp_path, gpt_oss_checkpoint(tmp_path), MXFP4)
+    want = logprobs(file)
+    plan = plan_engine(EngineConfig(model=str(file))).plan
+    whole = expert_bytes(plan.spec, plan.formats, "float32")
+    for share in (0.9, 0.4):
+        options = {"expert_memory": int(share * whole), "weights_cache": str(tmp_path / "cache")}
+        assert torch.equal(logprobs(file, **options), want)
 
 
 def test_gate_and_up_of_gpt_oss_have_one_encoding(tmp_path: Path) -> None:

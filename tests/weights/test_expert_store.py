@@ -4,6 +4,7 @@ file that is not what was written is named."""
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -215,6 +216,37 @@ def test_what_is_not_completed_leaves_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     store.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    """As far as a limit on the size of files lets the system say so."""
+    layers = _layers("float32")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = layers[0][0].data.nbytes  # type: ignore[attr-defined]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"cannot be kept in {tmp_path}/.*{SUFFIX}: "):
+            _written(tmp_path, layers, 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    _, paged = _written(tmp_path, layers, 1 << 20)
+    assert torch.equal(_outputs(paged, "float32")[-1], _outputs(layers, "float32")[-1])
+
+
+def test_two_starts_may_write_one_file_at_the_same_time(tmp_path: Path) -> None:
+    layers = _layers("float32")
+    size = 3 * (_expert_bytes(layers[0]) + 64)
+    stores = [_store(tmp_path, size) for _ in range(2)]
+    paged: list[list[Layer]] = [[], []]
+    for mixture, (up, down) in zip(MIXTURES, layers, strict=True):
+        for store, found in zip(stores, paged, strict=True):
+            found.append((store.keep(mixture.up, up), store.keep(mixture.down, down)))
+    want = _outputs(layers, "float32")
+    for found in paged:
+        got = _outputs(found, "float32")
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert list(tmp_path.iterdir()) == [NAME.path(tmp_path, SUFFIX)]
 
 
 def test_what_a_killed_start_left_is_removed_and_no_running_one_is(tmp_path: Path) -> None:
