@@ -83,11 +83,6 @@ class PanAndScan:
     min_ratio: float
     """Of the longer edge to the shorter one."""
 
-    @property
-    def max_crops(self) -> int:
-        """Of an image."""
-        return self.max_num_crops if self.is_on else 0
-
     def as_given(self) -> dict[str, Any]:
         """Return the settings by the names that processors give them."""
         values = self.is_on, self.min_crop_size, self.max_num_crops, self.min_ratio
