@@ -122,6 +122,55 @@ def test_models_of_other_kinds_give_the_same_bits(
         assert answers(engine) == expected
 
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("LlamaForCausalLM", {}, {"dtype": "float32"}),
+        ("LlamaForCausalLM", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+        (
+            "LlamaForCausalLM",
+            {},
+            {"quantization": "int8", "speculative_config": {"method": "suffix"}},
+        ),
+        ("LlamaForCausalLM", {}, {"dtype": "float32", "kv_cache_memory": "64KiB"}),
+        (
+            "OlmoeForCausalLM",
+            {"num_experts": 4, "num_experts_per_tok": 2},
+            {"quantization": "int4"},
+        ),
+        ("DeepseekV3ForCausalLM", LATENT, {"dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_several_engines_give_the_bits_of_one(
+    tmp_path: Path, name: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path, name, **sizes)
+    with engine_of(folder, **options) as engine:
+        expected = answers(engine)
+    with engine_of(folder, data_parallel_size=2, **options) as engine:
+        assert answers(engine) == expected
+
+
+@pytest.mark.slow
+def test_several_engines_of_several_ranks_give_the_bits_of_one_process(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    with engine_of(folder, dtype="bfloat16") as engine:
+        expected = answers(engine)
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+    with engine_of(folder, dtype="bfloat16", **sizes) as engine:
+        assert answers(engine) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_is_replaced_and_every_request_goes_on(

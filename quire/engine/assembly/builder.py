@@ -82,10 +82,6 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
     from quire.engine.loop.engine import Engine
 
     planned = prepared.planned
-    if (count := planned.plan.config.data_parallel_size) > 1:
-        raise ConfigError(
-            f"data_parallel_size={count} is for quire serve, LLM and AsyncLLM; leave it out here"
-        )
     is_paced = is_streaming or planned.plan.config.target_step_ms is not None
     pace, cost_file = pace_of(planned, is_bounded=is_paced)
     return Engine(
@@ -183,6 +179,10 @@ def select(plan: EnginePlan) -> Selection:
 def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
     """Return the executor of this name (see `quire.executor.registry`) for a planned model, by
     default the one that its plan needs. Raises ConfigError for an unknown name."""
+    if (count := planned.plan.config.data_parallel_size) > 1:
+        raise ConfigError(
+            f"data_parallel_size={count} is for quire serve, LLM and AsyncLLM; leave it out here"
+        )
     limits, vocab_size = planned.plan.limits, planned.plan.spec.vocab_size
     spec = ExecutorSpec(
         limits.max_num_seqs,
