@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the last collection find everything: the native extension reports what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of shared models, traces and goldens;

@@ -8,6 +8,7 @@ Each function is called with the arguments of a call that works, of which one is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,8 +37,6 @@ SLOTS = torch.arange(4)
 STARTS, LENGTHS = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
 TABLE = torch.zeros(1, 1, dtype=torch.int32)
 IDS = torch.tensor([0, 1, 2, 3])
-PACKED = pack_linear(torch.randn(48, 32))
-HEAD_WEIGHT = pack_linear(torch.randn(32, 12))
 SUMS = torch.zeros(4, 48)
 LOGITS = torch.randn(4, 50)
 VALUES = torch.zeros(4)
@@ -50,6 +49,20 @@ SHARES, FLOORS, TOP = (
 SEVEN = torch.zeros(7, dtype=torch.int32)
 STARTS64 = torch.zeros(5, dtype=torch.int64)
 ROWS = (LOGITS, 4, 50, IDS, PEAKS, SCALES, 4)
+
+
+@cache
+def _packed(num_outputs: int, num_inputs: int) -> CpuLinear:
+    return pack_linear(torch.randn(num_outputs, num_inputs))
+
+
+def _linear() -> _native.LinearWeight:
+    return _packed(48, 32).native
+
+
+def _head_weight() -> _native.LinearWeight:
+    return _packed(32, 12).native
+
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (X, 0, W, 0, OUT, 0, 0, 4, 32, 1e-5, 0.0),
@@ -85,10 +98,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
         16,
         0,
     ),
-    "head_linear": (HEAD_WEIGHT.native, 2, 16, HEADS, 0, 4, torch.zeros(4, 2, 20)),
-    "linear": (PACKED.native, X, 0, 4, SUMS, 0),
-    "linear_gated": (PACKED.native, 0, X, 0, 4, torch.zeros(4, 24), 0),
-    "linear_peaks": (PACKED.native, X, 0, 4, torch.zeros(4, dtype=torch.int64), VALUES),
+    "head_linear": (_head_weight, 2, 16, HEADS, 0, 4, torch.zeros(4, 2, 20)),
+    "linear": (_linear, X, 0, 4, SUMS, 0),
+    "linear_gated": (_linear, 0, X, 0, 4, torch.zeros(4, 24), 0),
+    "linear_peaks": (_linear, X, 0, 4, torch.zeros(4, dtype=torch.int64), VALUES),
     "sampling_peaks": (LOGITS, 4, 50, torch.zeros(4, dtype=torch.int64), VALUES),
     "sampling_penalise": (
         LOGITS.clone(),
@@ -133,12 +146,12 @@ def _weights_end_with_the_tests() -> Iterator[None]:
     """pytest keeps this module to the end of the process, where the extension reports whatever of
     its objects still lives."""
     yield
-    CALLS.clear()
-    del globals()["PACKED"], globals()["HEAD_WEIGHT"]
+    _packed.cache_clear()
 
 
 def _call(name: str, arguments: Sequence[Any]) -> Any:
-    given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+    given = [each() if callable(each) else each for each in arguments]
+    given = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
     return getattr(_native, name)(*given)
 
 
@@ -249,7 +262,7 @@ def test_weights_without_memory_are_refused() -> None:
         _call("linear", [bare, *CALLS["linear"][1:]])
     with pytest.raises(ValueError, match="attached to no memory"):
         _native.Lookup(bare)
-    for wrong in (0, PACKED.data.data_ptr() + 1):
+    for wrong in (0, _packed(48, 32).data.data_ptr() + 1):
         with pytest.raises(ValueError, match="the address"):
             bare.attach(wrong, 0)
     with pytest.raises(ValueError, match="cannot be"):
