@@ -84,16 +84,16 @@ async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
         raise ApiError(499, "the client went away") from None
     call = call_of(request)
     call.is_strict = is_strict
-    value, unknown = await read_bytes(call, body, kind)
+    return await read_bytes(call, body, kind)
+
+
+async def read_bytes(call: Call, body: bytes, kind: type[_T]) -> _T:
+    """Decode as `decode` does, beside the event loop where the body is not small. The call learns
+    its size and its unknown fields, which are refused where it is strict."""
+    call.num_body_bytes = len(body)
+    value, unknown = await off_loop(len(body), lambda: decode(body, kind))
     call.ignore(unknown, "this field is unknown here")
     return value
-
-
-async def read_bytes(call: Call, body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """Decode as `decode` does, beside the event loop where the body is not small; the call learns
-    its size."""
-    call.num_body_bytes = len(body)
-    return await off_loop(len(body), lambda: decode(body, kind))
 
 
 def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:

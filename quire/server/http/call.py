@@ -70,9 +70,13 @@ class Call:
 
     def response_headers(self) -> dict[str, str]:
         """Headers that every successful answer to this call has."""
-        if not self.ignored_fields:
-            return {}
-        return {"x-quire-ignored-fields": _as_header(self.ignored_fields)}
+        shown = self.shown_ignored_fields()
+        return {} if shown is None else {"x-quire-ignored-fields": shown}
+
+    def shown_ignored_fields(self) -> str | None:
+        """Names of fields without effect, within the bounds of a header; None where all have
+        one."""
+        return _as_header(self.ignored_fields) if self.ignored_fields else None
 
 
 def _as_header(names: Sequence[str]) -> str:

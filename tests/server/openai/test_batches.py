@@ -106,6 +106,28 @@ def test_a_batch_is_run(server: RunningServer) -> None:
         assert [each.id for each in client.batches.list()] == [batch.id]
 
 
+def test_fields_of_a_line_without_effect_are_named(server: RunningServer) -> None:
+    odd: dict[str, Any] = {"colour": "red", "a b": 1}
+    with client_of(server) as client:
+        text = "\n".join([line("all"), line("some", **odd)])
+        batch = wait(client, begin(client, text).id, "completed")
+        good = results(client, batch.output_file_id)
+        assert good["some"]["response"]["ignored_fields"] == "colour, a%20b"
+        assert "ignored_fields" not in good["all"]["response"]
+
+
+def test_unknown_fields_of_a_line_are_refused_where_those_of_a_request_are(tmp_path: Path) -> None:
+    with (
+        serve(FakeClient(), config(tmp_path, strict_fields=True), KEYS) as server,
+        client_of(server) as client,
+    ):
+        text = "\n".join([line("all"), line("some", colour="red")])
+        batch = wait(client, begin(client, text).id, "completed")
+        assert set(results(client, batch.output_file_id)) == {"all"}
+        error = results(client, batch.error_file_id)["some"]["response"]["body"]["error"]
+        assert (error["param"], error["code"]) == ("colour", "unknown_parameter")
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

@@ -261,11 +261,13 @@ class BatchJob:
 
     def _keep(self, custom_id: str, answer: LineResult) -> None:
         assert self._results is not None
-        response = {
+        response: dict[str, Any] = {
             "status_code": answer.status,
             "request_id": answer.request_id,
             "body": answer.body,
         }
+        if answer.ignored_fields is not None:
+            response["ignored_fields"] = answer.ignored_fields
         entry = {
             "id": answer.request_id,
             "custom_id": custom_id,

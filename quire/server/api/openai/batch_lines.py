@@ -40,6 +40,8 @@ class LineResult(NamedTuple):
     request_id: str
     status: int
     body: dict[str, Any]
+    ignored_fields: str | None = None
+    """Names of fields of the line's body without effect, as in a header of an answer by HTTP."""
 
 
 class BatchLines:
@@ -80,11 +82,13 @@ class BatchLines:
             deadline_s=now_s + config.request_timeout_s,
             queue_deadline_s=now_s + config.queue_timeout_s,
             is_chat=endpoint != "/v1/completions",
+            is_strict=config.strict_fields,
         )
         turn.call = call
         with turn:
             try:
-                return LineResult(call.request_id, 200, await self._runners[endpoint](call, body))
+                answered = await self._runners[endpoint](call, body)
+                return LineResult(call.request_id, 200, answered, call.shown_ignored_fields())
             except asyncio.CancelledError:
                 raise
             except Exception as error:

@@ -245,7 +245,7 @@ class Completions:
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """Return the answer to a body that did not come by HTTP (a batch's line); never a
         stream."""
-        request, _ = await read_bytes(call, body, CompletionRequest)
+        request = await read_bytes(call, body, CompletionRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         return await self._create(

@@ -369,7 +369,7 @@ class Responses:
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """Return the answer to a body that did not come by HTTP (a batch's line); never a stream,
         and not kept to be continued."""
-        request, _ = await read_bytes(call, body, ResponseRequest)
+        request = await read_bytes(call, body, ResponseRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         request.store = False

@@ -78,7 +78,7 @@ class TextScores:
 
     async def run_score(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a batch's line."""
-        decoded, _ = await read_bytes(call, body, ScoreRequest)
+        decoded = await read_bytes(call, body, ScoreRequest)
         return await self._score(call, decoded, None)
 
     async def rerank(self, request: Request) -> Response:
@@ -89,7 +89,7 @@ class TextScores:
 
     async def run_rerank(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a batch's line."""
-        decoded, _ = await read_bytes(call, body, RerankRequest)
+        decoded = await read_bytes(call, body, RerankRequest)
         return await self._rerank(call, decoded, None)
 
     async def _score(

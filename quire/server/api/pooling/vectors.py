@@ -60,7 +60,7 @@ class Vectors:
 
     async def run_embed(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line)."""
-        decoded, _ = await read_bytes(call, body, EmbeddingRequest)
+        decoded = await read_bytes(call, body, EmbeddingRequest)
         return await self._embed(call, decoded, None, lambda made: made)
 
     async def pool(self, request: Request) -> Response:
