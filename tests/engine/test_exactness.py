@@ -438,7 +438,10 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
 }
 
 
-VARIANTS = {"int4", "int8 cache", "fp8 cache", "int4 experts", "int8 latents", "images, bfloat16"}
+VARIANTS = {
+    "int8", "int4", "int8 cache", "fp8 cache", "experts", "int4 experts", "int8 latents",
+    "images, bfloat16",
+}  # fmt: skip
 """Numbers that share their way through the engine with others, which the fast suite holds against
 all circumstances; it holds these against some."""
 ESSENTIAL = {
@@ -625,7 +628,15 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
     assert any(output.metrics.num_preemptions >= 5 for output in outputs.values())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("numbers", "seed"),
+    [
+        pytest.param(numbers, seed, marks=pytest.mark.slow if is_slow else ())
+        for numbers, seed in itertools.product(NUMBERS, range(3))
+        for is_slow in [(seed > 0 and numbers in VARIANTS) or numbers == "images, bfloat16"]
+    ],
+    indirect=["numbers"],
+)
 def test_concurrent_streams_that_come_and_go_get_the_same_bits(
     seed: int, tiny_config: Path, numbers: str, alone: Answers
 ) -> None:

@@ -45,13 +45,22 @@ def written(
 _INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 _QUICK_ISAS = {"portable", cpu.isa() if cpu.IMPORT_ERROR is None else None}
 """On which the fast suite computes every case: the simplest, and what users of this machine get."""
+_QUICK_REFERENCES = {
+    "llama, float32",
+    "gemma2, float32",
+    "mixtral, float32",
+    "deepseek v2, float32",
+}
+"""What it computes on the reference back end, which takes a second or two with experts."""
 
 
-def _marks(case: Case, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
-    """The fast suite computes every family in float32 on every back end,
-    and all else on two."""
+def _marks(name: str, case: Case, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
+    """The fast suite computes every family in float32 on every instruction set, some on the
+    reference back end, and all else on two."""
     if backend.kernels == "triton":
         return _INTERPRETED
+    if backend.kernels == "reference":
+        return () if name in _QUICK_REFERENCES else (pytest.mark.slow,)
     is_family = case.checkpoint in CONFIGS and case.options == {"dtype": "float32"}
     return () if is_family or backend.isa in _QUICK_ISAS else (pytest.mark.slow,)
 
@@ -63,7 +72,7 @@ def _marks(case: Case, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
             name,
             each,
             id=f"{name} on {each.name}",
-            marks=_marks(case, each),
+            marks=_marks(name, case, each),
         )
         for name, case in CASES.items()
         for each in backends(case)

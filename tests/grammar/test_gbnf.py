@@ -264,11 +264,17 @@ def test_a_mistake_is_named_with_its_place(grammar: str, where: str, what: str) 
     [
         'root ::= r0\nr4000 ::= "a"\n' + "\n".join(f"r{n} ::= r{n + 1}" for n in range(4000)),
         'root ::= r0\nr60 ::= "a"\n' + "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(60)),
-        "root ::= " + " | ".join(f'"w{n}" root "e{n}"' for n in range(2000)) + ' | "z"',
-        'root ::= "(" root ")" | "x"'
-        + "".join(f' | b "{chr(0x4E00 + n)}" root' for n in range(2000))
-        + "\nb ::= "
-        + '"abcd" ' * 999,
+        pytest.param(
+            "root ::= " + " | ".join(f'"w{n}" root "e{n}"' for n in range(2000)) + ' | "z"',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            'root ::= "(" root ")" | "x"'
+            + "".join(f' | b "{chr(0x4E00 + n)}" root' for n in range(2000))
+            + "\nb ::= "
+            + '"abcd" ' * 999,
+            marks=pytest.mark.slow,
+        ),
         'root ::= ((("a"{0,1000}){0,1000}){0,1000}) ("(" root ")")?',
         "root ::= " + '"a"? ' * 9000 + '("(" root ")")?',
         "root ::= " + " ".join(f"[^{chr(0x4E00 + n)}]*" for n in range(3000)) + ' ("(" root ")")?',

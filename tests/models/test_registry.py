@@ -272,7 +272,8 @@ def test_harmless_and_absent_keys_do_not_matter() -> None:
     assert declare(_with(LLAMA, **noise)) == declare(LLAMA)
 
 
-def test_odd_values_are_read_or_refused_and_never_crash() -> None:
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_odd_values_are_read_or_refused_and_never_crash(part: int) -> None:
     odd: list[object] = [
         None,
         True,
@@ -310,12 +311,12 @@ def test_odd_values_are_read_or_refused_and_never_crash() -> None:
     refused = 0
     for base in _every_family():
         for key in [*base, *keys]:
-            for value in odd:
+            for value in odd[part::4]:
                 try:
                     declare(_with(base, **{key: value})).flops_per_token()
                 except UnsupportedModelError:
                     refused += 1
-    assert refused > 1000
+    assert refused > 250
 
 
 def test_odd_rope_values_are_read_or_refused_and_never_crash() -> None:

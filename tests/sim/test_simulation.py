@@ -25,7 +25,15 @@ _PAST_SEEDS = (2, 3, 15, 42)
 """Each of these once found a bug."""
 
 
-@pytest.mark.parametrize("part", range(_NUM_PARTS))
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+_PARTS = [part if part % 2 == 0 else _slow(part) for part in range(_NUM_PARTS)]
+"""The fast suite has half of the seeds, of both kinds."""
+
+
+@pytest.mark.parametrize("part", _PARTS)
 @pytest.mark.timeout(600)
 def test_whatever_goes_wrong_every_answer_is_the_oracles(part: int) -> None:
     is_liveness = part >= _NUM_PARTS // 2
@@ -33,7 +41,7 @@ def test_whatever_goes_wrong_every_answer_is_the_oracles(part: int) -> None:
         Simulation(make_scenario(seed, is_liveness=is_liveness)).run()
 
 
-@pytest.mark.parametrize("is_liveness", [False, True])
+@pytest.mark.parametrize("is_liveness", [_slow(False), True])
 @pytest.mark.timeout(600)
 def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool) -> None:
     num_steps = num_ahead = 0
@@ -43,7 +51,7 @@ def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool
     assert num_ahead > num_steps // 2, "too few steps are planned ahead to say anything"
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.6, 0.95])
+@pytest.mark.parametrize("chance", [_slow(0.0), 0.6, _slow(0.95)])
 @pytest.mark.timeout(600)
 def test_answers_are_the_oracles_where_tokens_are_guessed(chance: float) -> None:
     num_guessed = num_right = 0
@@ -56,7 +64,7 @@ def test_answers_are_the_oracles_where_tokens_are_guessed(chance: float) -> None
     assert num_guessed > _NUM_SEEDS and num_right > 0.8 * chance**4 * num_guessed
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("is_overlapped", [_slow(False), True])
 @pytest.mark.timeout(600)
 def test_answers_are_the_oracles_where_groups_of_layers_have_windows(is_overlapped: bool) -> None:
     """One pool serves groups that keep everything and groups that give blocks back."""

@@ -40,8 +40,10 @@ def _saturate(run: Any, tenants: dict[str, tuple[float, int, int]], num_steps: i
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [((20, 6), (20, 6)), ((60, 2), (5, 20))],
-    ids=["alike", "long prompts against long answers"],
+    [
+        pytest.param((20, 6), (20, 6), id="alike", marks=pytest.mark.slow),
+        pytest.param((60, 2), (5, 20), id="long prompts against long answers"),
+    ],
 )
 def test_shares_are_as_the_weights(
     harness: Harness, a: tuple[int, int], b: tuple[int, int]

@@ -121,7 +121,7 @@ def test_no_drafter_is_called_where_a_step_is_bound_by_arithmetic() -> None:
 SHORT = UnitCosts(2e-4, 2e-5, 1e-5, 1e-5, 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize("num_requests", [1, 4, 16])
+@pytest.mark.parametrize("num_requests", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 1.0])
 def test_guesses_that_cost_more_than_estimated_cost_next_to_nothing(
     num_requests: int, chance: float

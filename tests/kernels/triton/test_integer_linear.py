@@ -117,7 +117,7 @@ def test_company_changes_no_bit(kernels: Kernels, device: torch.device) -> None:
     ("bits", "group", "activations", "has_offsets"),
     [
         (8, 1024, "int8", False),
-        (4, 32, "float", True),
+        thorough(4, 32, "float", True),
         thorough(8, 1024, "float", False),
         thorough(4, 1024, "int8", False),
         thorough(8, 1024, "fp8", False),

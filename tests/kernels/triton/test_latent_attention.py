@@ -49,7 +49,7 @@ def attend(device: torch.device, move: Callable[[Any], Any]) -> Callable[..., Te
     ("num_heads", "sizes", "dtype", "kv_format"),
     [
         (3, (32, 8), torch.float32, None),
-        (20, (24, 12), torch.bfloat16, None),
+        thorough(20, (24, 12), torch.bfloat16, None),
         (4, (32, 16), torch.bfloat16, "int8"),
         (4, (32, 16), torch.float32, "fp8"),
         thorough(16, (512, 64), torch.bfloat16, None),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from servers import MODEL, serve_model
 
 from quire.config.api import ApiConfig
+
+if TYPE_CHECKING:
+    import anthropic  # which takes seconds: not in workers without these tests
 
 TEMPLATE = (
     "{% for each in messages %}[{{ each.role }}{% if each.reasoning_content %} thinks {{ "
@@ -24,6 +26,8 @@ SUN = "It is warm and dry. " * 8
 @pytest.fixture(scope="module")
 def claude(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
     """The shipped model behind a template that shows everything."""
+    import anthropic
+
     path = tmp_path_factory.mktemp("template") / "template.jinja"
     path.write_text(TEMPLATE)
     config = ApiConfig(chat_template=str(path), reasoning_parser="think")
@@ -157,6 +161,8 @@ def test_edits_are_applied_in_their_order(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_summary_is_refused_once_it_is_due(claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     assert run(claude, {"type": "compact_20260112"})[2] == []
     trigger = {"type": "input_tokens", "value": 50}
     with pytest.raises(anthropic.BadRequestError, match="compact_20260112 would make a summary"):
@@ -179,6 +185,8 @@ def test_a_summary_is_refused_once_it_is_due(claude: anthropic.Anthropic) -> Non
 def test_wrong_edits_are_refused_by_name(
     claude: anthropic.Anthropic, edits: Any, param: str
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as caught:
         claude.beta.messages.create(
             model=MODEL, max_tokens=1, messages=turns(1), context_management={"edits": edits}

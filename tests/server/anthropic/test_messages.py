@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from fake_client import FakeClient, Script
 from servers import MODEL, RunningServer, serve
 
 from quire.config.api import ApiConfig
+
+if TYPE_CHECKING:
+    import anthropic  # which takes seconds: not in workers without these tests
 
 CAT: list[Any] = [{"role": "user", "content": "Tell me of a cat."}]
 SCHEMA = {
@@ -26,6 +28,8 @@ TOOLS: list[Any] = [{"name": "weather", "description": "Weather of a city", "inp
 
 @pytest.fixture
 def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
         yield client
 
@@ -134,6 +138,8 @@ def test_a_stream(claude: anthropic.Anthropic) -> None:
     ],
 )
 def test_what_is_refused(claude: anthropic.Anthropic, fields: dict[str, Any]) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as caught:
         ask(claude, extra_body=fields)
     body: Any = caught.value.body
@@ -218,6 +224,8 @@ PIECES = [
 
 
 def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+    import anthropic
+
     config = ApiConfig(reasoning_parser="think")
     with serve(FakeClient(Script(pieces=PIECES)), config) as server:
         client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
@@ -335,6 +343,8 @@ def test_instructions_between_turns_and_thoughts_of_others(http: httpx.Client) -
 
 
 def test_a_stream_that_fails_ends_with_an_error() -> None:
+    import anthropic
+
     with serve(FakeClient(Script(error="no luck"))) as server:
         client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
         with client, pytest.raises(anthropic.APIStatusError, match="no luck"):

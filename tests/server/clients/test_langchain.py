@@ -9,14 +9,12 @@ import pydantic
 import pytest
 from servers import MODEL, RunningServer
 
-langchain_openai = pytest.importorskip("langchain_openai")
-
 ASK = "Tell me of a cat."
 
 
 @pytest.fixture
 def llm(server: RunningServer) -> Any:
-    return langchain_openai.ChatOpenAI(
+    return pytest.importorskip("langchain_openai").ChatOpenAI(
         base_url=server.v1,
         api_key="none",
         model=MODEL,
@@ -65,7 +63,7 @@ def test_stops_and_log_probabilities(llm: Any) -> None:
 
 def test_a_mistake_is_an_exception_with_our_words(server: RunningServer, llm: Any) -> None:
     with pytest.raises(Exception, match="is not served here"):
-        langchain_openai.ChatOpenAI(
+        pytest.importorskip("langchain_openai").ChatOpenAI(
             base_url=server.v1, api_key="none", model="other", max_retries=0
         ).invoke(ASK)
     with pytest.raises(Exception, match="temperature"):
