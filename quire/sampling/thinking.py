@@ -29,6 +29,8 @@ class ThinkingWatch:
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
         self._begin, self._end = _steps(budget.marks)
+        self._seen = np.empty(0, np.int64)
+        """The tokens that it was given last."""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -37,33 +39,32 @@ class ThinkingWatch:
         """How much of the first mark, or of the second one, has been spelt."""
         self._num_spent = 0
         self._num_seen = 0
-        self._last = _NOWHERE
-        self._past: deque[tuple[str, int, int, int, int]] = deque(maxlen=_MAX_PAST)
+        self._past: deque[tuple[str, int, int, int]] = deque(maxlen=_MAX_PAST)
         """The fields above behind each of the last tokens, but the very last."""
 
     def forced(self, output_token_ids: TokenIds) -> int | None:
         """Return the token that must come now; None where any may."""
         token_ids = np.asarray(output_token_ids, np.int64)
-        while not self._is_at(token_ids):
+        num_same = self._num_same(token_ids)
+        while self._num_seen > num_same:
             if not self._past:
                 self._start_over()
                 break
-            state = self._past.pop()
-            self._where, self._state, self._num_spent, self._num_seen, self._last = state
+            self._where, self._state, self._num_spent, self._num_seen = self._past.pop()
         for token_id in token_ids[self._num_seen :].tolist():
-            self._past.append(
-                (self._where, self._state, self._num_spent, self._num_seen, self._last)
-            )
+            self._past.append((self._where, self._state, self._num_spent, self._num_seen))
             self._take(token_id)
-            self._last = token_id
             self._num_seen += 1
+        self._seen = token_ids.copy()  # what was given is the row's own memory
         is_spent = self._where is _WITHIN and self._num_spent >= self._budget.max_tokens
         return self._budget.marks.end_token_ids[self._state] if is_spent else None
 
-    def _is_at(self, token_ids: NDArray[np.int64]) -> bool:
-        """Whether these tokens go on from where it stands, not from before (rejected drafts)."""
-        seen = self._num_seen
-        return not seen or (seen <= len(token_ids) and token_ids[seen - 1] == self._last)
+    def _num_same(self, token_ids: NDArray[np.int64]) -> int:
+        """Return how many of the tokens seen these begin with: rejected drafts are others, also
+        where a later one of them happens to be right."""
+        count = min(self._num_seen, len(token_ids))
+        differing = np.flatnonzero(self._seen[:count] != token_ids[:count])
+        return int(differing[0]) if len(differing) else count
 
     def _take(self, token_id: int) -> None:
         marks = self._budget.marks

@@ -126,6 +126,15 @@ def test_the_budget_counts_what_stands_between_the_marks() -> None:
     assert watch.forced([word]) == end
 
 
+def test_rejected_drafts_leave_no_trace_where_the_last_of_them_came_true() -> None:
+    tokenizer = tokenizer_of(["?", "<think>", "</think>", "word", "\n"])
+    marks = tokens_of_tags(tokenizer, MARKS, 5)
+    end, word = 2, 3
+    watch = ThinkingWatch(ThinkingBudget(2, True, marks))
+    assert watch.forced([word, word, word, word]) == end, "the third and fourth are drafts"
+    assert watch.forced([word, word, end, word]) is None, "the third was another"
+
+
 def test_special_marks_are_these_tokens_alone() -> None:
     tokenizer = tokenizer_of(["?", "<", "/", "think", ">", "\n"], special=MARKS)
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
