@@ -73,7 +73,7 @@ class Scheduler:
     ) -> None:
         """`resources` are scarce things besides rows and blocks;
         of each of `prerequisites` the worker has the other half."""
-        self.limits, self.pace, self.look_ahead = limits, pace, look_ahead
+        self.limits, self.pace = limits, pace
         self.manager = KVCacheManager(
             limits.num_blocks,
             limits.block_size,
@@ -154,6 +154,15 @@ class Scheduler:
         for request in requests:
             self.fail(request.request_id, message)
         return self._progress
+
+    @property
+    def look_ahead(self) -> LookAhead | None:
+        """What lengthens steps, if anything does: the planner's."""
+        return self.planner.look_ahead
+
+    @look_ahead.setter
+    def look_ahead(self, look_ahead: LookAhead | None) -> None:
+        self.planner.look_ahead = look_ahead
 
     @property
     def has_work(self) -> bool:
