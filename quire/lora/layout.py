@@ -16,7 +16,7 @@ from quire.lora.config import MAX_RANK, AdapterConfig, read_config
 from quire.models.blocks import ExpertsSpec
 from quire.models.declaration import DecoderSpec
 from quire.models.tensors import DTYPE_BYTES, LinearSpec
-from quire.weights.checkpoint import FLOAT_DTYPES
+from quire.weights.checkpoint import FLOAT_DTYPES, renamed_to
 from quire.weights.tensor_file import StoredTensor, TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -68,7 +68,7 @@ def layout_of(
 ) -> tuple[WeightLayout, ...]:
     """Lay out the adapter in a folder, whose weights `file` has. Raises CheckpointError."""
     config = read_config(folder)
-    found = _Halves(folder, file.tensors)
+    found = _Halves(folder, file.tensors, spec)
     weights = tuple(_weights(found, config, spec))
     if found.unused:
         raise CheckpointError(
@@ -116,7 +116,9 @@ def adaptable(spec: DecoderSpec) -> Mapping[int, tuple[LinearSpec, ...]]:
 class _Halves:
     """The tensors of a file by module; what remains unused can be listed."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, StoredTensor], spec: DecoderSpec
+    ) -> None:
         self._folder = folder
         self._found: dict[str, dict[str, StoredTensor]] = {}
         self._strange = []
@@ -125,7 +127,8 @@ class _Halves:
             if match is None:
                 self._strange.append(name)
                 continue
-            self._found.setdefault(match[1], {})[match[2]] = tensor
+            module = renamed_to(match[1], spec.renamed)
+            self._found.setdefault(module, {})[match[2]] = tensor
         self._used: set[str] = set()
 
     @property

@@ -87,7 +87,7 @@ class SafetensorsCheckpoint(WeightSource):
         self._layout = layout or {}
         self._files: dict[str, TensorFile] = {}
         self._stored = {
-            _renamed(name, spec.renamed): each for name, each in self._find_tensors().items()
+            renamed_to(name, spec.renamed): each for name, each in self._find_tensors().items()
         }
         self._prefix = self._missing_prefix(spec)
         self._find_stacked(spec)
@@ -302,7 +302,7 @@ class SafetensorsCheckpoint(WeightSource):
         return f"{name} is stored as {stored.dtype}, not {kind}"
 
 
-def _renamed(name: str, renamed: Sequence[tuple[str, str]]) -> str:
+def renamed_to(name: str, renamed: Sequence[tuple[str, str]]) -> str:
     """Return the name that the declaration has for a stored tensor."""
     for stored, ours in renamed:
         if name.startswith(stored):

@@ -461,7 +461,6 @@ def _has_memory() -> bool:
             ConfigError,
             "must be the same",
         ),
-        ({}, {"enable_lora": True}, ConfigError, "adapters"),
         ({}, {"image_cache_memory": 64}, ConfigError, "holds no image"),
         ({}, {"limit_mm_per_prompt": {"image": -1}}, ConfigError, "limit_mm_per_prompt"),
         ({}, {"limit_mm_per_prompt": {"image": 99999}}, ConfigError, "more than a request"),

@@ -106,7 +106,7 @@ class _Resolver:
         if experts is not None:
             weight_bytes -= experts.num_bytes_spared
         adapters = self._adapters(dtype)
-        images = self._images(dtype, adapters is not None)
+        images = self._images(dtype)
         lengths = self._context_len, self._longest()
         kv = KVPlanner(config, spec, self.machine, self._notes, *lengths)
         kv_format, is_overlapped = kv.format(dtype), self._is_overlapped()
@@ -295,15 +295,14 @@ class _Resolver:
             self._notes.add("expert_memory", format_bytes(experts.num_bytes), experts.reason)
         return experts
 
-    def _images(self, dtype: str, has_adapters: bool) -> ImagePlan | None:
+    def _images(self, dtype: str) -> ImagePlan | None:
         images = plan_images(self.config, self.spec, self.processing, dtype, self._longest())
         if images is None:
             return None
-        if self.gpu is not None or has_adapters:
-            beside = "a GPU" if self.gpu is not None else "adapters"
+        if self.gpu is not None:
             raise ConfigError(
-                f"{self.spec.architecture} reads images, which is not available with {beside} yet; "
-                "take device='cpu' without enable_lora"
+                f"{self.spec.architecture} reads images, which is not available on a GPU yet; take "
+                "device='cpu'"
             )
         self._notes.add("image_cache_memory", format_bytes(images.num_bytes), images.reason)
         return images
