@@ -142,18 +142,18 @@ def _rgb(image: PillowImage, param: str) -> Pixels:
     from PIL import ImageOps
 
     image.load()
-    return _as_rgb(ImageOps.exif_transpose(image), param)
+    ImageOps.exif_transpose(image, in_place=True)  # else it copies what needs no turning
+    return _as_rgb(image, param)
 
 
 def _as_rgb(image: PillowImage, param: str) -> Pixels:
     if image.mode == "F":
         raise _refusal(param, "its pixels are floating-point numbers; give 8 or 16 bits")
     if image.mode in _WIDE_MODES:
-        levels = np.asarray(image).astype(np.int64)
-        grey = np.clip(levels >> 8, 0, 255).astype(np.uint8)
+        grey = np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8)
         return np.ascontiguousarray(np.repeat(grey[:, :, None], 3, axis=2))
     rgb = image if image.mode == "RGB" else image.convert("RGB")
-    return np.array(rgb, np.uint8)
+    return np.asarray(rgb, np.uint8)  # over bytes of its own
 
 
 def _refusal(param: str, why: str) -> InvalidParameterError:

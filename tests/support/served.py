@@ -80,14 +80,14 @@ class Served:
 
 @contextmanager
 def serving(
-    *options: str, keys: str | None = None, few_files: int | None = None
+    *options: str, keys: str | None = None, few_files: int | None = None, model: str = MODEL
 ) -> Iterator[Served]:
-    """A server of the shipped model with further options; its `stderr` can be read. Killed at the
+    """A server of the shipped model, or another one, with further options; its `stderr` can be read. Killed at the
     end, if it still runs.
 
     `few_files`: how many it may open.
     """
-    command = [sys.executable, "-m", "quire", "serve", *OPTIONS, *options]
+    command = [sys.executable, "-m", "quire", "serve", model, *OPTIONS[1:], *options]
     if few_files is not None:
         command = ["sh", "-c", f'ulimit -n {few_files}; exec "$@"', "sh", *command]
     environment = {**os.environ, **({"QUIRE_API_KEYS": keys} if keys else {})}
