@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := passive
 # The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
+.PHONY: site demo test test-slow test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
@@ -41,10 +41,14 @@ gpu-test: $(VENV)/.dev  ## On a GPU: the kernels' tests, the families' parity an
 gpu-bench: $(VENV)/.dev  ## On a GPU: each kernel against the device's limits and torch's own, then whole steps; writes gpu-results/
 	bash tools/gpu-session.sh bench $(BIN)/python
 
-check: $(VENV)/.dev  ## Lint, formatting, types
+check: $(VENV)/.dev  ## Lint, formatting, types, and the links of the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy quire benchmarks examples tools tests
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+site: $(VENV)/.dev  ## The documentation as a site, in build/site; fails at a broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 asan: $(VENV)/.dev  ## The native kernels' tests under the address and undefined-behaviour sanitizers
 	OMP_NUM_THREADS=2 sh tools/sanitize.sh $(BIN)/python
