@@ -33,6 +33,8 @@ from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.engine.arg_utils import EngineArgs
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -248,9 +250,33 @@ class LLM(PoolingCalls, DecisionCalls):
         """Return whether memory is the system's at the moment."""
         return self.llm_engine.is_sleeping()
 
+    def update_weights(
+        self,
+        source: str | Path | Mapping[str, Tensor],
+        *,
+        version: str | None = None,
+        requests: str = "resume",
+    ) -> str:
+        """Compute with other weights of the same model; see `LLMEngine.update_weights`."""
+        return self.llm_engine.update_weights(source, version=version, requests=requests)
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that requests are answered with now."""
+        return self.llm_engine.weight_version
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call something of every worker; see `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
     start_profile = absent("start_profile", without.NO_PROFILE)
     stop_profile = absent("stop_profile", without.NO_PROFILE)
-    collective_rpc = absent("collective_rpc", without.NO_RPC)
     apply_model = absent("apply_model", without.NO_MODEL_CALL)
 
     def close(self) -> None:

@@ -232,6 +232,14 @@ class _ExecutorTimer:
         """Passed on."""
         self._executor.wake(parts)
 
+    def load_weights(self, source: Any) -> Any:
+        """Passed on."""
+        return self._executor.load_weights(source)
+
+    def replace_weights(self, loaded: Any) -> None:
+        """Passed on."""
+        self._executor.replace_weights(loaded)
+
     def close(self) -> None:
         """Passed on."""
         self._executor.close()

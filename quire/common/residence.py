@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from quire.errors import InvalidParameterError
+from quire.errors import InvalidParameterError, NotAvailableError
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 PARTS = (WEIGHTS, KV_CACHE)
+RPC_METHODS = ("update_weights", "sleep", "wake_up", "reset_prefix_cache")
+"""What trainers call of every worker by name."""
+_VERSION = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}", re.ASCII)
 
 
 def check_level(level: object) -> int:
@@ -33,3 +37,36 @@ def check_parts(tags: Iterable[str] | None) -> tuple[str, ...]:
             param="tags",
         )
     return tuple(each for each in PARTS if each in named)
+
+
+def check_requests(requests: object) -> bool:
+    """Return whether running requests end with the weights that they began with. Raises
+    InvalidParameterError."""
+    if requests not in ("resume", "finish"):
+        raise InvalidParameterError(
+            f"requests={requests!r} must be 'resume' (those that run go on with the new weights) "
+            "or 'finish' (they end with the former ones)",
+            param="requests",
+        )
+    return requests == "finish"
+
+
+def check_version(version: object, number: int) -> str:
+    """Return the name of a version, by default its number. Raises InvalidParameterError."""
+    if version is None:
+        return str(number)
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise InvalidParameterError(
+            f"version={str(version)[:128]!r} must be 1 to 128 letters, digits and _.:/@+-",
+            param="version",
+        )
+    return version
+
+
+def check_rpc(method: object) -> None:
+    """Raise NotAvailableError unless trainers may call this by name."""
+    if method not in RPC_METHODS:
+        raise NotAvailableError(
+            f"collective_rpc({method!r}) is not available; choose one of "
+            f"{', '.join(RPC_METHODS)}, or give a function"
+        )

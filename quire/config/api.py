@@ -63,6 +63,9 @@ class ApiConfig:
     lora_folder: str | None = _option(
         None, "folder below which admin keys may load adapters while the server runs"
     )
+    weights_folder: str | None = _option(
+        None, "folder below which admin keys may take the model's next weights from"
+    )
     allow_origin: tuple[str, ...] = _option(
         (),
         (

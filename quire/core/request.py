@@ -51,6 +51,10 @@ class FinishReason(Enum):
     REPETITION = "repetition"
 
 
+FIRST_VERSION = "0"
+"""Of the weights that an engine was built with."""
+
+
 @dataclass(slots=True)
 class RequestMetrics:
     """Times in seconds on the engine's clock; None until they happen.
@@ -76,6 +80,13 @@ class RequestMetrics:
     """Draft tokens that were computed in vain."""
     detokenize_s: float = 0.0
     """Time spent on making text of its tokens."""
+    weight_versions: tuple[str, ...] = ()
+    """Of the weights that its tokens were computed with, the last one last."""
+
+    def note_version(self, version: str) -> None:
+        """Note weights that it is computed with."""
+        if not self.weight_versions or self.weight_versions[-1] != version:
+            self.weight_versions = (*self.weight_versions, version)
 
 
 class RequestRecord(RequestSpec):

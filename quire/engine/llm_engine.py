@@ -3,10 +3,17 @@ for programs that bring their own loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.common.residence import check_level, check_parts
+from quire.common.residence import (
+    check_level,
+    check_parts,
+    check_requests,
+    check_rpc,
+    check_version,
+)
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.assembly.builder import build_engine
@@ -16,10 +23,13 @@ from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.loop.engine import Engine, Output
 from quire.engine.loop.sharing import Session, SharedEngine
+from quire.errors import EngineError
 from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.engine.arg_utils import EngineArgs
 
 
@@ -39,6 +49,7 @@ class LLMEngine:
         self.shared = SharedEngine(self.engine)
         self._session = Session(self.shared)
         self._tokenizer: PretrainedTokenizer | None = None
+        self._num_updates = 0
 
     @classmethod
     def from_engine_args(
@@ -149,6 +160,57 @@ class LLMEngine:
         parts = check_parts(tags)
         with self.shared.held() as engine:
             engine.wake_up(parts)
+
+    def update_weights(
+        self,
+        source: str | Path | Mapping[str, Tensor],
+        *,
+        version: str | None = None,
+        requests: str = "resume",
+    ) -> str:
+        """Compute with other weights of the same model from the next step on, those of a folder or
+        tensors by a checkpoint's names, and return the version's name: by default, how many updates
+        there were. They are loaded beside those in memory; given tensors must not change meanwhile.
+
+        Requests that run go on with the new weights ("resume"), their KV computed anew, or are
+        finished before by this call ("finish"). Nothing that was cached is found again. Raises a
+        QuireError where the weights cannot be taken; then nothing has changed.
+        """
+        waits = check_requests(requests)
+        name = check_version(version, self._num_updates + 1)
+        if not isinstance(source, Mapping):
+            source = str(Path(source).expanduser())
+        loaded = self.engine.load_weights(source)
+        with self.shared.held() as engine:
+            if waits and engine.asleep and engine.has_work:
+                raise EngineError("the engine is asleep: its requests cannot finish; wake it up")
+            while waits and engine.has_work:
+                self.shared.step()
+            engine.replace_weights(loaded, name)
+        self._num_updates += 1
+        return name
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that requests are answered with now."""
+        return self.engine.weight_version
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call something of every worker, of which there is one, between two steps; returns what
+        each gave. `method` is one of `residence.RPC_METHODS`, or a function of this program that is
+        called with the worker. `timeout` has no effect: nothing is waited for but the step of
+        another thread."""
+        if callable(method):
+            with self.shared.held() as engine:
+                return [engine.call_worker(method, *args, **(kwargs or {}))]
+        check_rpc(method)
+        return [getattr(self, method)(*args, **(kwargs or {}))]
 
     add_lora = absent(
         "add_lora", "give the adapter with the request: lora_request=LoRARequest(...)"

@@ -8,6 +8,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.executor.interface import Launched
 from quire.sampling.processors import Processor, ProcessorTable
 from quire.worker.memory import give_back
+from quire.worker.residence import Loaded, Source
 from quire.worker.worker import Worker
 
 
@@ -46,6 +47,14 @@ class InlineExecutor:
     def wake(self, parts: Sequence[str]) -> None:
         """See `Executor.wake`."""
         self.worker.residence.wake(parts)
+
+    def load_weights(self, source: Source) -> Loaded:
+        """See `Executor.load_weights`."""
+        return self.worker.residence.load(source)
+
+    def replace_weights(self, loaded: Loaded) -> None:
+        """See `Executor.replace_weights`."""
+        self.worker.residence.replace(loaded)
 
     def close(self) -> None:
         """Drop the model, its KV memory and the rows,

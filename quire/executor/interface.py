@@ -59,6 +59,16 @@ class Executor(Protocol):
         of any content. Raises CheckpointError or EngineError."""
         ...
 
+    def load_weights(self, source: Any) -> Any:
+        """Load other weights, of a folder or of tensors by name, beside those in memory. For any
+        thread; steps may go on. Raises a QuireError."""
+        ...
+
+    def replace_weights(self, loaded: Any) -> None:
+        """Compute with weights that `load_weights` returned from the next step on. Nothing is in
+        flight. Raises CheckpointError, and changes nothing, for those of another form."""
+        ...
+
     def close(self) -> None:
         """Free everything. Idempotent."""
         ...

@@ -35,7 +35,7 @@ from quire.core.plan import (
     WorkResult,
 )
 from quire.core.pooling import Pool, WeighTokens
-from quire.errors import InvalidParameterError
+from quire.errors import CheckpointError, InvalidParameterError
 from quire.executor.interface import Launched
 from quire.worker.companions import Companion, Companions
 from quire.worker.rows import RowTable
@@ -232,6 +232,16 @@ class NullExecutor:
 
     def wake(self, parts: Sequence[str]) -> None:
         """Do nothing: there are no weights."""
+
+    def load_weights(self, source: Any) -> Any:
+        """Return it, a number or its digits: the key by which tokens are drawn."""
+        if not str(source).isdecimal():
+            raise CheckpointError(f"{source!r} is no key, and could not be loaded")
+        return int(source)
+
+    def replace_weights(self, loaded: Any) -> None:
+        """Take the key."""
+        self.key = loaded
 
     def close(self) -> None:
         """Do nothing."""

@@ -48,6 +48,12 @@ class DecoderModel:
         return self.weights.tables[0].dtype
 
     @property
+    def derived(self) -> Sequence[Tensor]:
+        """What the back end made of the weights for itself."""
+        held: Sequence[Tensor] = getattr(self.run, "derived", ())
+        return held
+
+    @property
     def head(self) -> OutputHead:
         """The output projection, of a model that has one."""
         assert self.program.head.weight is not None, "this model has no logits of tokens"

@@ -49,9 +49,14 @@ from quire.server.http.query import NoQuery
 from quire.server.http.quota_check import QuotaCheck
 from quire.server.ops import static_page
 from quire.server.ops.inspector import BlockQuery, Inspector, StepsQuery
+from quire.server.ops.memory import (
+    MemoryRoutes,
+    SleepQuery,
+    UpdateWeightsRequest,
+    WakeUpQuery,
+)
 from quire.server.ops.openapi import UPLOAD, ApiRoute, Endpoint, document
 from quire.server.ops.operations import Operations
-from quire.server.ops.sleep import SleepQuery, SleepRoutes, WakeUpQuery
 from quire.server.quota.tenants import KeyRing
 from quire.server.state import Api
 
@@ -169,14 +174,17 @@ def _file_routes(files: Files, batches: Batches) -> list[ApiRoute]:
 
 
 def _operation_routes(api: Api) -> list[ApiRoute]:
-    operations, inspector, sleeping = Operations(api), Inspector(api), SleepRoutes(api.client)
+    operations, inspector = Operations(api), Inspector(api)
+    memory = MemoryRoutes(api.client, api.config)
     adapters = AdapterRoutes(api.adapters, is_strict=api.config.strict_fields)
     return [
         _post("/v1/load_lora_adapter", adapters.load, LoadAdapterRequest),
         _post("/v1/unload_lora_adapter", adapters.unload, UnloadAdapterRequest),
-        _post("/sleep", sleeping.sleep, query=SleepQuery),
-        _post("/wake_up", sleeping.wake_up, query=WakeUpQuery),
-        _get("/is_sleeping", sleeping.is_sleeping),
+        _post("/sleep", memory.sleep, query=SleepQuery),
+        _post("/wake_up", memory.wake_up, query=WakeUpQuery),
+        _get("/is_sleeping", memory.is_sleeping),
+        _post("/update_weights", memory.update_weights, UpdateWeightsRequest),
+        _get("/weight_version", memory.weight_version),
         _get("/inspect/steps", inspector.steps, StepsQuery),
         _get("/inspect/blocks/{block}", inspector.block, BlockQuery),
         _get("/livez", operations.live),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quire.config.api import ApiConfig
 from quire.core.params import generation_defaults
+from quire.core.request import FIRST_VERSION
 from quire.engine.front.client import Client
 from quire.server.api.adapters import AdapterGauge, ServedAdapters
 from quire.server.api.generation import Generator, Tracer
@@ -75,15 +76,21 @@ class Api:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: of the engine,
+        """OpenAI's `system_fingerprint`: of the engine and the weights that it computes with now,
         and of the template that makes its prompts."""
-        return self._fingerprint
+        version = self.client.weight_version
+        return self._fingerprint if version == FIRST_VERSION else self._with(version)
 
     def fingerprint_of(self, call: Call) -> str:
         """Return `fingerprint`, of the adapter as well that a request is answered with."""
-        if call.adapter is None:
-            return self._fingerprint
-        decisive = f"{self._fingerprint} {call.adapter.adapter.digest}".encode()
+        adapter, version = call.adapter, self.client.weight_version
+        if adapter is None:
+            return self.fingerprint
+        digest = adapter.adapter.digest
+        return self._with(f"{digest}" if version == FIRST_VERSION else f"{digest} {version}")
+
+    def _with(self, what: str) -> str:
+        decisive = f"{self._fingerprint} {what}".encode()
         return f"fp_{hashlib.blake2b(decisive, digest_size=12).hexdigest()}"
 
     def choose_model(self, call: Call, name: str | None) -> str:

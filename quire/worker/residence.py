@@ -14,7 +14,7 @@ import ctypes
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -30,8 +30,26 @@ from quire.worker.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 
+_ONLY_DECODERS = (
+    "those beside the decoder (of images, vectors) could not be loaded again; take level 1, or "
+    "build another engine"
+)
 _CHUNK_BYTES = 32 << 20
 """Of a transfer between file and memory: some milliseconds each, so that threads share the work."""
+
+
+Source = str | Mapping[str, Tensor]
+"""A folder with a checkpoint, or tensors by a checkpoint's names."""
+
+
+class Loaded(NamedTuple):
+    """Weights that are in memory, and how they are loaded again."""
+
+    weights: Sequence[Tensor]
+    form: object
+    """What their layout depends on besides shapes."""
+    reload: Callable[[], Loaded] | None
+    """None where they were given."""
 
 
 class Residence(Protocol):
@@ -48,6 +66,16 @@ class Residence(Protocol):
         be: they are still gone then."""
         ...
 
+    def load(self, source: Source) -> Loaded:
+        """Load other weights of the same form beside those in memory. For any thread; steps may go
+        on. Raises a QuireError."""
+        ...
+
+    def replace(self, loaded: Loaded) -> None:
+        """Have the weights in memory be those that were loaded; nothing is in flight. Raises
+        CheckpointError, and changes nothing, for those of another form."""
+        ...
+
 
 class Fixed:
     """Memory that stays. Implements `Residence`."""
@@ -62,6 +90,14 @@ class Fixed:
     def wake(self, parts: Iterable[str]) -> None:
         """Do nothing: all is there."""
 
+    def load(self, source: Source) -> Loaded:
+        """Raise NotAvailableError."""
+        raise NotAvailableError(f"update_weights: {self._reason}")
+
+    def replace(self, loaded: Loaded) -> None:
+        """Never: nothing is loaded."""
+        raise AssertionError("nothing was loaded")
+
 
 class _Extent(NamedTuple):
     """Memory of a tensor."""
@@ -75,18 +111,19 @@ class Returnable:
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        loaded: Loaded,
         memory: KVMemory,
-        reload: Callable[[], Sequence[Tensor]] | None,
         folder: Path | None,
         num_threads: int,
         *,
+        load: Callable[[Source], Loaded] | None = None,
         is_populated: bool = False,
     ) -> None:
-        """`reload` loads the weights anew, in the same order and form; None where that cannot be.
-        Files are made in `folder`, by default the system's for temporary ones. A cache that
-        `is_populated` is resident as a whole when it returns."""
-        self._weights, self._memory, self._reload = weights, memory, reload
+        """`load` loads weights as `loaded` were; None where that cannot be. Files are made in
+        `folder`, by default the system's for temporary ones. A cache that `is_populated` is
+        resident as a whole when it returns."""
+        self._weights, self._form, self._reload = loaded
+        self._memory, self._load_from = memory, load
         self._folder, self._num_threads, self._is_populated = folder, num_threads, is_populated
         self._file: int | None = None
         """Descriptor of a file without a name that has the weights as they are."""
@@ -95,11 +132,8 @@ class Returnable:
     def sleep(self, level: int) -> None:
         """See `Residence.sleep`."""
         assert not self._gone, "it sleeps already"
-        if level == 2 and self._reload is None:
-            raise NotAvailableError(
-                "sleep: level 2 discards weights, and those beside the decoder (images, vectors, "
-                "drafts) could not be loaded again; take level 1"
-            )
+        if level == 2 and self._load_from is None:
+            raise NotAvailableError(f"sleep: level 2 discards weights, and {_ONLY_DECODERS}")
         if level == 1:
             self._write()
         num_bytes = sum(discard(*each) for each in self._extents(self._weights))
@@ -117,6 +151,19 @@ class Returnable:
             elif part == KV_CACHE and self._is_populated:
                 self._memory.populate(self._num_threads)
             self._gone.discard(part)
+
+    def load(self, source: Source) -> Loaded:
+        """See `Residence.load`."""
+        if self._load_from is None:
+            raise NotAvailableError(f"update_weights: {_ONLY_DECODERS}")
+        return self._load_from(source)
+
+    def replace(self, loaded: Loaded) -> None:
+        """See `Residence.replace`."""
+        copy_over(self._weights, loaded.weights, (self._form, loaded.form))
+        self._reload = loaded.reload
+        self._gone.discard(WEIGHTS)
+        self.close()  # it has the former ones
 
     def close(self) -> None:
         """Forget the file. Idempotent."""
@@ -167,10 +214,14 @@ class Returnable:
             raise EngineError(f"the weights cannot be read back: {error.strerror}") from error
 
     def _load(self) -> None:
-        """Copy weights that are loaded anew to where they were, each let go at once."""
-        assert self._reload is not None
-        fresh = self._reload()
-        copy_over(self._weights, fresh)
+        """Copy weights that are loaded anew to where they were."""
+        if self._reload is None:
+            raise EngineError(
+                "the weights were discarded, and a program had given them: give them again, or "
+                "others, with update_weights"
+            )
+        again = self._reload()
+        copy_over(self._weights, again.weights, (self._form, again.form))
 
     def _transfer(self, descriptor: int, move: Callable[[int, list[memoryview], int], int]) -> None:
         """Move all weights from or to a file, in several threads. Raises OSError."""
@@ -194,17 +245,24 @@ class Returnable:
                 pass
 
 
-def copy_over(weights: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
-    """Give weights the values of others, of the same shapes in the same order, whose memory goes
-    back to the system meanwhile. Raises CheckpointError, and changes nothing, for any others."""
+def copy_over(
+    weights: Sequence[Tensor], fresh: Sequence[Tensor], forms: tuple[object, object]
+) -> None:
+    """Give weights the values of others, of the same form and shapes in the same order, whose
+    memory goes back to the system meanwhile. Raises CheckpointError, and changes nothing, for any
+    others."""
     shapes = [[(each.shape, each.dtype) for each in tensors] for tensors in (weights, fresh)]
-    if shapes[0] != shapes[1]:
+    if shapes[0] != shapes[1] or forms[0] != forms[1]:
         raise CheckpointError(
             "the weights do not have the form of those in memory: they would be packed or "
             "quantized otherwise; build another engine of them"
         )
+    copied = set[int]()
     with torch.inference_mode():
         for old, new in zip(weights, fresh, strict=True):
+            if new.data_ptr() in copied:  # two names of one tensor
+                continue
+            copied.add(new.data_ptr())
             old.copy_(new)
             with contextlib.suppress(OSError):  # what is not given back now is when it is dropped
                 storage = new.untyped_storage()

@@ -410,7 +410,6 @@ def test_parameters_that_scripts_give(llm: LLM) -> None:
     [
         ("start_profile", "quire bench"),
         ("stop_profile", "quire bench"),
-        ("collective_rpc", "no workers"),
         ("apply_model", "compiled kernels"),
     ],
 )

@@ -1,17 +1,22 @@
-"""Sleeping over HTTP: for admin keys, with requests that wait, are refused, or go on."""
+"""Sleeping and other weights over HTTP: for admin keys, with requests that wait, are refused, or go
+on."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 from servers import serve_model
 
 from quire.common.pages import CAN_DISCARD
 from quire.config.api import ApiConfig
 from quire.server.quota.tenants import Tenant, key_ring
+from quire.weights.folder import resolve_model
 
 pytestmark = pytest.mark.skipif(not CAN_DISCARD, reason="this system does not take pages back")
 
@@ -84,3 +89,55 @@ def test_wrong_levels_tags_and_keys_are_refused() -> None:
             == 403
         )
         assert post("/sleep?level=2").status_code == 200
+
+
+def other_weights(folder: Path) -> None:
+    """Write the shipped model with weaker weights."""
+    shutil.copytree(resolve_model("quire-storyteller"), folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: tensor * 0.5 for name, tensor in load_file(path).items()}
+        path.chmod(0o644)
+        save_file(tensors, path, {"format": "pt"})
+
+
+def test_answers_are_of_the_weights_that_they_name(tmp_path: Path) -> None:
+    other_weights(tmp_path / "allowed" / "step-1")
+    other_weights(tmp_path / "outside")
+    (tmp_path / "allowed" / "link").symlink_to(tmp_path / "outside")
+    body = {**BODY, "max_tokens": 20, "timings": True}
+    config = ApiConfig(weights_folder=str(tmp_path / "allowed"))
+    with serve_model(config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def answer() -> tuple[str, str, str]:
+            given = client.post("/v1/completions", json=body)
+            answered = given.json()
+            return (
+                answered["choices"][0]["text"],
+                given.headers["x-quire-weight-version"],
+                answered["system_fingerprint"],
+            )
+
+        former = answer()
+        assert former[1] == "0" == client.get("/weight_version").json()["weight_version"]
+        update = {"folder": "step-1", "version": "step-1", "requests": "finish"}
+        assert client.post("/update_weights", json=update).json() == {"weight_version": "step-1"}
+        later = answer()
+        assert later[1] == "step-1" == client.get("/weight_version").json()["weight_version"]
+        assert later[0] != former[0] and later[2] != former[2]
+        for folder in ("../outside", "link", "absent", str(tmp_path / "outside"), "\0"):
+            refused = client.post("/update_weights", json={"folder": folder})
+            assert refused.status_code == 400, folder
+            assert str(tmp_path / "allowed") not in refused.text
+        (tmp_path / "allowed" / "step-2").mkdir()
+        (tmp_path / "allowed" / "step-2" / "config.json").write_text("{}")
+        broken = client.post("/update_weights", json={"folder": "step-2"})
+        assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_weights"
+        assert str(tmp_path) not in broken.text
+        assert client.post("/update_weights", json={**update, "version": "a b"}).status_code == 400
+        assert answer() == later
+
+
+def test_weights_are_taken_where_the_operator_named_a_folder() -> None:
+    with serve_model() as server:
+        refused = httpx.post(f"{server.url}/update_weights", json={"folder": "x"})
+        assert refused.status_code == 403 and "--weights-folder" in refused.text

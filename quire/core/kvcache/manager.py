@@ -347,6 +347,13 @@ class KVCacheManager:
         table.starts = [0] * len(table.starts)
         table.num_filled = 0
 
+    def rekey(self, digest_key: bytes) -> None:
+        """Forget all that is cached, and name what comes otherwise, so that nothing of before is
+        found again, wherever it is kept. No table has blocks; their keys are void."""
+        assert self.pool.num_used == 0, "blocks are in use"
+        self.forget_free()
+        self.index.digest = keyed_digest(digest_key)
+
     def forget_free(self) -> int:
         """Unpublish every cached block that no table references; returns how many there were."""
         forgotten = [block for block in self.pool.free_blocks() if block in self.index]

@@ -88,6 +88,10 @@ class KVBlocks:
         manager = self.manager
         return manager.pool.num_free - self.num_reserved - manager.num_extra_references
 
+    def forget_matches(self) -> None:
+        """Forget what was found in the cache: it is about to be emptied."""
+        self._offer, self._num_matched = None, (None, 0)
+
     def take_copies(self) -> list[BlockCopy]:
         """Return copies that adoptions since the last call need."""
         copies, self._copies = self._copies, []

@@ -165,6 +165,11 @@ class Scheduler:
         self.planner.look_ahead = look_ahead
 
     @property
+    def weight_version(self) -> str:
+        """What the weights are called that steps are computed with."""
+        return self.planner.weight_version
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.requests)
@@ -177,6 +182,19 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that is not in use; returns how many."""
         return self.manager.forget_free()
+
+    def rekey(self, digest_key: bytes, weight_version: str) -> None:
+        """Go on with other weights, with nothing in flight and no sequence running: nothing that
+        was cached is found again."""
+        assert not self.flights and not self.running
+        self.blocks.forget_matches()
+        self.manager.rekey(digest_key)
+        self.planner.weight_version = weight_version
+        for request in self.requests.values():
+            for sequence in request.sequences:
+                if sequence.keys is not None:
+                    sequence.keys = self.manager.index.keys(request.namespace)
+                sequence.table = self.manager.new_table(request.namespace)
 
     def preempt_all(self) -> None:
         """Take everyone's rows and blocks away, to be computed again:

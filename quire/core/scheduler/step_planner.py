@@ -18,7 +18,7 @@ from collections import deque
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.prefix import NO_BLOCK
 from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan
-from quire.core.request import Sequence, SequenceStatus
+from quire.core.request import FIRST_VERSION, Sequence, SequenceStatus
 from quire.core.scheduler.admission import Admission
 from quire.core.scheduler.flight import Flight
 from quire.core.scheduler.look_ahead import LookAhead, OpenStep
@@ -56,6 +56,8 @@ class StepPlanner:
             admission.running,
         )
         self.pace, self.look_ahead = pace, look_ahead
+        self.weight_version = FIRST_VERSION
+        """What the weights are called that steps are computed with."""
         self.builder = PlanBuilder()
         self.step_id = 0
         """Of the last step that was planned."""
@@ -225,6 +227,7 @@ class StepPlanner:
                 metrics.first_scheduled_s = self._now
                 metrics.num_waited_steps = self.step_id - sequence.request.arrival_step
             metrics.num_prefill_chunks += 1
+            metrics.note_version(self.weight_version)
             if self.manager.has_windows:
                 self._give_back(sequence)
             self._plan(sequence, count)

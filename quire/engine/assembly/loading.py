@@ -251,7 +251,10 @@ def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
     """Return where the weights come from."""
     from quire.weights.checkpoint import SafetensorsCheckpoint
     from quire.weights.dummy import DummyWeights
+    from quire.weights.given import GivenTensors
 
+    if planned.given is not None:
+        return GivenTensors(planned.given, planned.plan.spec)
     if planned.plan.config.load_format == "dummy":
         return nullcontext(DummyWeights(planned.plan.config.seed))
     if planned.head_start is not None and not planned.head_start.is_closed:

@@ -13,6 +13,8 @@ from quire.quant.gguf_formats import GgufStorage
 from quire.quant.storage import CheckpointStorage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
 
@@ -40,6 +42,8 @@ class PlannedModel(NamedTuple):
     """Weights that an earlier start packed, or the place for them."""
     draft: DraftFiles | None = None
     """The model that drafts, where one does."""
+    given: Mapping[str, Tensor] | None = None
+    """Weights that a program gave, in place of those of the files."""
 
     @property
     def folder(self) -> Path:

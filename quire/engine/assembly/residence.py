@@ -1,24 +1,26 @@
-"""Says which memory of an engine can go back to the system while it sleeps, and how weights that
-were discarded return."""
+"""Says which memory of an engine can go back to the system while it sleeps, and how its weights are
+loaded again, or others in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.file_states import States, check_unchanged
 from quire.common.pages import CAN_DISCARD
+from quire.config.engine import EngineConfig
 from quire.engine.assembly.loading import LoadedModel, load_model
 from quire.engine.assembly.planned_model import PlannedModel
-from quire.engine.assembly.preparation import begin_loading
+from quire.engine.assembly.preparation import begin_loading, plan_engine
+from quire.errors import ConfigError, NotAvailableError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from quire.kernels.interface import Weights
     from quire.lora.table import AdapterTable
     from quire.worker.memory import KVMemory
-    from quire.worker.residence import Residence
+    from quire.worker.residence import Loaded, Residence, Source
 
 
 class Held(NamedTuple):
@@ -32,24 +34,25 @@ class Held(NamedTuple):
 
 
 def residence_of(planned: PlannedModel, held: Held) -> Residence:
-    """Return what gives an engine's memory back and brings it back."""
-    from quire.worker.residence import Fixed, Returnable
+    """Return what gives an engine's memory back, brings it back, and loads other weights."""
+    from quire.worker.residence import Fixed, Loaded, Returnable
 
     plan = planned.plan
     reason = _refusal(planned)
     if reason is not None:
         return Fixed(reason)
-    weights, images = held.model.decoder.weights.tensors, held.model.images
+    decoder, images = held.model.decoder, held.model.images
+    tensors = [*decoder.weights.tensors, *decoder.derived]
     if images is not None:
-        weights = [*weights, *images.tensors]
+        tensors = [*tensors, *images.tensors]
     is_decoder_alone = images is None and held.model.pooler is None
     cache = plan.config.weights_cache
     return Returnable(
-        weights,
+        Loaded(tensors, _form(decoder.weights), lambda: _load(planned, held, held.states)),
         held.memory,
-        (lambda: _reload(planned, held)) if is_decoder_alone else None,
         None if cache is None else Path(cache).expanduser(),
         plan.num_threads,
+        load=(lambda source: _load_from(source, planned, held)) if is_decoder_alone else None,
         is_populated=plan.is_kv_populated,
     )
 
@@ -57,7 +60,7 @@ def residence_of(planned: PlannedModel, held: Held) -> Residence:
 def _refusal(planned: PlannedModel) -> str | None:
     plan = planned.plan
     if plan.device != "cpu":
-        return "on a GPU it is not available yet; end the server, and start it when it is needed"
+        return "on a GPU it is not available yet; end the engine, and build another one"
     if plan.config.tensor_parallel_size > 1:
         return "with tensor_parallel_size it is not available yet; take one process"
     if plan.experts is not None:
@@ -69,11 +72,59 @@ def _refusal(planned: PlannedModel) -> str | None:
     return None
 
 
-def _reload(planned: PlannedModel, held: Held) -> Sequence[Tensor]:
-    """Load the weights of the decoder once more. Raises CheckpointError where the files are not
-    those that were loaded."""
-    check_unchanged(held.states)
-    again = begin_loading(planned._replace(head_start=None, packed_cache=None))
-    loaded = load_model(again, held.model.decoder.kernels, held.adapters)
-    check_unchanged(held.states)
-    return loaded.decoder.weights.tensors
+def _load_from(source: Source, planned: PlannedModel, held: Held) -> Loaded:
+    """Load other weights of the model. Raises a QuireError."""
+    if not isinstance(source, str):
+        if not isinstance(source, Mapping):
+            raise ConfigError(
+                f"update_weights takes a folder, or tensors by name, not {type(source).__name__}"
+            )
+        if planned.storage is not None:
+            raise NotAvailableError(
+                "update_weights: the checkpoint is quantized, and given tensors are not; give a "
+                "folder"
+            )
+        return _load(planned._replace(given=source), held, {})
+    config = planned.plan.config
+    own = EngineConfig(
+        model=source, quantization=config.quantization, kernels=config.kernels,
+        dtype=planned.plan.dtype, weights_cache=config.weights_cache, device=config.device,
+        hf_overrides=config.hf_overrides, max_model_len=planned.plan.limits.max_model_len,
+        allow_long_context=True, runner=config.runner, convert=config.convert,
+        kv_cache_memory=planned.plan.kv_bytes, memory_utilization=1.0,
+    )  # fmt: skip
+    found = plan_engine(own)
+    if found.plan.spec != planned.plan.spec or found.plan.formats != planned.plan.formats:
+        raise ConfigError(
+            f"update_weights: {source!r} is a {found.plan.spec.architecture} of another form than "
+            "the model that runs (its config.json, or how it is quantized); build another engine"
+        )
+    plan = replace(planned.plan, config=replace(config, model=source, load_format="auto"))
+    other = planned._replace(plan=plan, files=found.files, storage=found.storage)
+    return _load(other, held, found.files.states(config.tokenizer))
+
+
+def _load(planned: PlannedModel, held: Held, states: States) -> Loaded:
+    """Load the weights of the decoder. Raises CheckpointError where the files are not as they
+    were."""
+    from quire.worker.residence import Loaded
+
+    check_unchanged(states)
+    fresh = planned._replace(head_start=None, packed_cache=None)
+    if planned.given is None:
+        fresh = begin_loading(fresh)
+    decoder = load_model(fresh, held.model.decoder.kernels, held.adapters).decoder
+    check_unchanged(states)
+    return Loaded(
+        [*decoder.weights.tensors, *decoder.derived],
+        _form(decoder.weights),
+        None if planned.given is not None else lambda: _load(planned, held, states),
+    )
+
+
+def _form(weights: Weights) -> object:
+    """Return what the layout of the weights' bytes depends on besides their shapes."""
+    return [
+        (type(each).__name__, each.num_outputs, each.num_inputs, getattr(each, "layout", None))
+        for each in weights.linears
+    ]

@@ -22,7 +22,6 @@ def absent(name: str, advice: str) -> Callable[..., NoReturn]:
 
 
 NO_PROFILE = "profile the whole program (py-spy, perf), or measure with quire bench"
-NO_RPC = "there are no workers to call: the model runs in this process"
 NO_MODEL_CALL = "the model is a declaration and compiled kernels, not a module"
 
 

@@ -13,9 +13,16 @@ import concurrent.futures
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
-from quire.common.residence import check_level, check_parts
+from quire.common.residence import (
+    check_level,
+    check_parts,
+    check_requests,
+    check_rpc,
+    check_version,
+)
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
@@ -24,7 +31,6 @@ from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import (
     NO_PROFILE,
-    NO_RPC,
     absent,
 )
 from quire.engine.front.digest import Digest
@@ -37,12 +43,19 @@ from quire.engine.loop.engine import Engine
 from quire.engine.loop.engine_thread import EngineThread
 from quire.engine.pooling.outputs import PoolingRequestOutput, output_of
 from quire.engine.pooling.requests import PoolingRequests
-from quire.errors import InvalidParameterError, NotAvailableError, UnavailableError
+from quire.errors import (
+    EngineError,
+    InvalidParameterError,
+    NotAvailableError,
+    UnavailableError,
+)
 from quire.grammar.judge import judge
 from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.engine.arg_utils import EngineArgs
 
 _PAUSE_POLL_S = 0.01
@@ -64,6 +77,7 @@ class AsyncLLM:
         self.config = EngineConfig.from_options(model, options)
         self._engine = build_engine(self.config, is_streaming=True)
         self._link = EngineThread(self._engine)
+        self._num_updates = 0
         self._request_numbers = itertools.count()
         self._pooling = PoolingRequests(self._engine.plan, self._engine.tokenizer)
         self._link.start()
@@ -289,13 +303,60 @@ class AsyncLLM:
         parts = check_parts(tags)
         await self._do(lambda engine: engine.wake_up(parts))
 
+    async def update_weights(
+        self,
+        source: str | Path | Mapping[str, Tensor],
+        *,
+        version: str | None = None,
+        requests: str = "resume",
+    ) -> str:
+        """Compute with other weights of the same model; see `LLMEngine.update_weights`. With
+        "finish", requests that come meanwhile wait for the new ones."""
+        waits = check_requests(requests)
+        name = check_version(version, self._num_updates + 1)
+        if not isinstance(source, Mapping):
+            source = str(Path(source).expanduser())
+        loaded = await asyncio.to_thread(self._engine.load_weights, source)
+        if waits:
+            await self._do(lambda engine: self._link.hold_arrivals())
+        try:
+            while waits and await self._do(lambda engine: engine.has_work):
+                if self._engine.asleep or self._link.is_paused:
+                    raise EngineError("the engine sleeps or is paused: its requests cannot finish")
+                await asyncio.sleep(_PAUSE_POLL_S)
+            await self._do(lambda engine: engine.replace_weights(loaded, name))
+        finally:
+            if waits:
+                await self._do(self._link.let_in)
+        self._num_updates += 1
+        return name
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that requests are answered with now."""
+        return self._engine.weight_version
+
     async def is_sleeping(self) -> bool:
         """Return whether memory is the system's at the moment."""
         return bool(self._engine.asleep)
 
     start_profile = absent("start_profile", NO_PROFILE)
     stop_profile = absent("stop_profile", NO_PROFILE)
-    collective_rpc = absent("collective_rpc", NO_RPC)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call something of every worker; see `LLMEngine.collective_rpc`."""
+        given = kwargs or {}
+        if callable(method):
+            call = method
+            return [await self._do(lambda engine: engine.call_worker(call, *args, **given))]
+        check_rpc(method)
+        return [await getattr(self, method)(*args, **given)]
 
     @property
     def scheduler(self) -> Scheduler:

@@ -22,8 +22,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from quire.common.residence import check_level, check_parts
+from quire.common.residence import check_level, check_parts, check_requests, check_version
 from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.fingerprint import fingerprint
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.digest import Digest
@@ -43,6 +44,7 @@ from quire.engine.process.messages import (
     Inspected,
     InspectedBlock,
     Sleep,
+    UpdateWeights,
     WakeUp,
 )
 from quire.errors import EngineError, InvalidParameterError, NotAvailableError, UnavailableError
@@ -194,6 +196,7 @@ class Client:
         """Of all streams; kept, since every request reads the status."""
         self._questions: dict[int, asyncio.Future[Seen]] = {}
         self._num_questions = 0
+        self._num_updates = 0
         self._refuses_asleep = plan.config.when_asleep == "refuse"
         self._is_draining = False
         self._is_closed = False
@@ -307,6 +310,30 @@ class Client:
         parts = check_parts(tags)
         await self._command(lambda number: WakeUp(number, parts))
 
+    _weight_version = FIRST_VERSION
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that requests are answered with now."""
+        return self._weight_version
+
+    async def update_weights(
+        self, folder: str, version: str | None = None, *, requests: str = "resume"
+    ) -> str:
+        """Have requests be answered with the weights of a folder from now on; returns the version's
+        name. Those that run go on with them ("resume") or end with the former ones ("finish").
+        Raises a QuireError where the weights cannot be taken; nothing has changed then."""
+        waits = check_requests(requests)
+        if len(self.status().replicas) > 1:
+            raise NotAvailableError(
+                "update_weights: with data_parallel_size it is not available yet, for replicas "
+                "would answer with different weights meanwhile; restart the server"
+            )
+        version = check_version(version, self._num_updates + 1)
+        self._num_updates += 1
+        await self._command(lambda number: UpdateWeights(number, folder, version, waits))
+        return version
+
     async def _command(self, make: Callable[[int], Command]) -> None:
         """Have every engine carry out a command, made with a number of its own for each."""
         for replica in range(max(1, len(self.status().replicas))):
@@ -320,6 +347,7 @@ class Client:
             raise UnavailableError(
                 f"the engine takes no commands: it is {state}", state=state, retry_after_s=5
             )
+        self._weight_version = answer.version
         if answer.error is not None:
             raise (NotAvailableError if answer.is_lasting else EngineError)(answer.error)
 

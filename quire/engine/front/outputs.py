@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
-from quire.core.request import RequestMetrics
+from quire.core.request import FIRST_VERSION, RequestMetrics
 from quire.lora.request import LoRARequest
 
 
@@ -119,6 +119,12 @@ class RequestOutput:
         self.lora_request = request
         for each in self.outputs:
             each.lora_request = request
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that it was answered with: the last ones, where they were
+        replaced meanwhile (`metrics.weight_versions` has all)."""
+        return self.metrics.weight_versions[-1] if self.metrics.weight_versions else FIRST_VERSION
 
     @property
     def num_cached_tokens(self) -> int:

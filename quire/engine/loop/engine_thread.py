@@ -21,11 +21,15 @@ from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.streams import OutputSink, Post, send
 from quire.engine.loop.counters import count
 from quire.engine.loop.engine import Engine
-from quire.engine.process.service import answer
+from quire.engine.process.messages import Done, UpdateWeights
+from quire.engine.process.service import UNDER_WAY, answer
+from quire.engine.process.updates import WeightUpdate
 from quire.errors import EngineError, QuireError
 
 logger = logging.getLogger(__name__)
 
+_LOADING_S = 0.01
+"""So often an idle thread looks whether the next weights are loaded."""
 _IDLE_WAIT_S = 0.5
 """How long the idle thread sleeps between looks at whether it should stop;
 a command wakes it at once."""
@@ -46,6 +50,9 @@ class EngineThread:
         self.show: Callable[[Seen], None] = lambda answer: None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._post = Post()
+        self._update: WeightUpdate | None = None
+        self._arrivals: list[tuple[str, Command, OutputSink]] | None = None
+        """Requests that wait for the next weights; None where they do not."""
         self._is_closing = False
         self._is_over = False
         self._ending = threading.Lock()
@@ -89,7 +96,22 @@ class EngineThread:
             self.submit(lambda engine: self._abort(engine, request_id, stream))
 
     def ask(self, question: Question, replica: int = 0) -> None:
-        self.submit(lambda engine: self.show(answer(engine, question)))
+        if isinstance(question, UpdateWeights):
+            command = question
+            self.submit(lambda engine: self._begin_update(engine, command))
+        else:
+            asked = question
+            self.submit(lambda engine: self.show(answer(engine, asked)))
+
+    def hold_arrivals(self) -> None:
+        """Keep requests that come from now on. To be called in the thread."""
+        self._arrivals = self._arrivals if self._arrivals is not None else []
+
+    def let_in(self, engine: Engine) -> None:
+        """Take what was kept, and whatever comes. To be called in the thread."""
+        arrivals, self._arrivals = self._arrivals or [], None
+        for request_id, add, stream in arrivals:
+            self._begin(engine, request_id, add, stream)
 
     def end_all(self, message: str) -> None:
         self.submit(lambda engine: self._end_all(engine, EngineError(message)))
@@ -125,6 +147,7 @@ class EngineThread:
         try:
             while not self._is_closing:
                 self._take_commands()
+                self._end_update()
                 if self._can_step:
                     self._post.deliver(
                         output for output in self.engine.step() if isinstance(output, RequestOutput)
@@ -145,11 +168,30 @@ class EngineThread:
         """Carry out what is queued; an idle engine waits for something."""
         with contextlib.suppress(queue.Empty):
             if not self._can_step:
-                self._commands.get(timeout=_IDLE_WAIT_S)(self.engine)
+                wait_s = _IDLE_WAIT_S if self._update is None else _LOADING_S
+                self._commands.get(timeout=wait_s)(self.engine)
             while True:
                 self._commands.get_nowait()(self.engine)
 
+    def _begin_update(self, engine: Engine, command: UpdateWeights) -> None:
+        if self._update is not None:
+            self.show(Done(command.number, engine.asleep, UNDER_WAY))
+            return
+        self._update = WeightUpdate(engine, command)
+        if command.waits:
+            self.hold_arrivals()
+
+    def _end_update(self) -> None:
+        done = None if self._update is None else self._update.take_in()
+        if done is not None:
+            self._update = None
+            self.let_in(self.engine)
+            self.show(done)
+
     def _begin(self, engine: Engine, request_id: str, add: Command, stream: OutputSink) -> None:
+        if self._arrivals is not None:
+            self._arrivals.append((request_id, add, stream))
+            return
         try:
             add(engine)
         except Exception as error:
@@ -161,6 +203,12 @@ class EngineThread:
         self._post.open(request_id, stream)
 
     def _abort(self, engine: Engine, request_id: str, stream: OutputSink | None) -> None:
+        for place, (arrived, _, waiting) in enumerate(self._arrivals or ()):
+            if arrived == request_id and stream in (None, waiting):
+                assert self._arrivals is not None
+                del self._arrivals[place]
+                send([(waiting, EngineError("the request was aborted before it was computed"))])
+                return
         if stream is not None and self._post.find(request_id) is not stream:
             return
         output = engine.abort(request_id)
@@ -174,6 +222,8 @@ class EngineThread:
 
     def _end_all(self, engine: Engine, error: EngineError) -> None:
         self._post.fail_all(error)
+        arrivals, self._arrivals = self._arrivals or [], None
+        send([(stream, error) for _, _, stream in arrivals])
         for request_id in list(engine.open_requests):
             engine.abort(request_id)
 
@@ -184,6 +234,7 @@ class EngineThread:
         with contextlib.suppress(Exception):
             self.engine.close()
         self._post.fail_all(self._last_word())
+        self.let_in(self.engine)
         with contextlib.suppress(queue.Empty):
             while True:  # a closed engine refuses what is added now, and its stream hears of it
                 self._commands.get_nowait()(self.engine)

@@ -25,10 +25,10 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.common.failures import log_failure
-from quire.common.residence import PARTS
+from quire.common.residence import PARTS, WEIGHTS
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import CompanionError, StepPlan, StepResult, WorkResult
 from quire.core.request import FinishReason, Sequence, SequenceRecord
@@ -40,6 +40,7 @@ from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.loop.recorder import StepRecorder
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
+from quire.errors import NotAvailableError
 from quire.executor.interface import Executor, Launched, StepLostError
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,34 @@ class StepLoop:
             if part in self.asleep:
                 self.executor.wake((part,))
                 self.asleep = tuple(each for each in self.asleep if each != part)
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called that steps compute with."""
+        return self.scheduler.weight_version
+
+    def load_weights(self, source: Any) -> Any:
+        """Load other weights beside those in memory; see `Executor.load_weights`."""
+        return self.executor.load_weights(source)
+
+    def call_worker(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function gives that is called with the worker."""
+        worker = getattr(self.executor, "worker", None)
+        if worker is None:
+            raise NotAvailableError("collective_rpc: there is no worker in this process")
+        return function(worker, *args, **kwargs)
+
+    def replace_weights(self, loaded: Any, version: str) -> None:
+        """Compute with other weights, which the executor has loaded, from the next step on. What
+        runs is computed again with them, up to its last token; nothing that was cached is found
+        again. Raises CheckpointError, and goes on, for weights of another form.
+        """
+        self.loop.forget()
+        self.rewind()
+        self.executor.replace_weights(loaded)
+        self.asleep = tuple(each for each in self.asleep if each != WEIGHTS)
+        self._digest_key = os.urandom(16)
+        self.scheduler.rekey(self._digest_key, version)
 
     def advance(self) -> list[Progress]:
         """Go on until one step has been taken in. Never raises for a bug or a broken executor.
@@ -250,8 +279,10 @@ class StepLoop:
         lost = dict.fromkeys([*self.scheduler.give_up(message), *in_flight])
         for request in lost:
             request.error = request.error or message
-        stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
-        self.scheduler.stats = stats
+        stats, version = self.scheduler.stats, self.scheduler.weight_version
+        self.scheduler = self._new_scheduler()
+        self.scheduler.stats = self.scheduler.planner.stats = stats
+        self.scheduler.planner.weight_version = version
         if self.recorder is not None:
             self.record_steps()
         return [

@@ -151,6 +151,8 @@ class JournalEntry:
         # of the engine that ended it; what an engine that was lost had drafted is not known
         metrics.num_accepted_tokens = served.num_accepted_tokens
         metrics.num_rejected_tokens = served.num_rejected_tokens
+        for version in served.weight_versions:
+            metrics.note_version(version)
 
 
 class Journal:

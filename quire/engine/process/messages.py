@@ -15,6 +15,7 @@ import msgspec
 
 from quire.core.grammars import Grammar
 from quire.core.plan import ThinkTagTokens, TokenLogprobs
+from quire.core.request import FIRST_VERSION
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
@@ -122,7 +123,18 @@ class WakeUp(_TaggedMessage, frozen=True):
     parts: tuple[str, ...]
 
 
-Command = Sleep | WakeUp
+class UpdateWeights(_TaggedMessage, frozen=True):
+    """Compute with the weights of a folder from now on."""
+
+    number: int
+    folder: str
+    version: str
+    waits: bool
+    """Whether requests that have been told before end with the former weights; the next one is told
+    when this is done."""
+
+
+Command = Sleep | WakeUp | UpdateWeights
 Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock | Command
 
 
@@ -159,6 +171,7 @@ class ServeStats(_TaggedMessage, frozen=True, array_like=True):
     num_waited_steps: int
     num_accepted_tokens: int
     num_rejected_tokens: int
+    weight_versions: tuple[str, ...]
 
 
 class TokenDelta(_TaggedMessage, frozen=True, array_like=True):
@@ -217,6 +230,8 @@ class Done(_TaggedMessage, frozen=True):
     error: str | None = None
     is_lasting: bool = False
     """Whether this engine will never do it."""
+    version: str = FIRST_VERSION
+    """Of the weights that it computes with."""
 
 
 Up = Ready | StartFailed | Heartbeat | StepDeltas | Refused | Inspected | InspectedBlock | Done

@@ -32,13 +32,18 @@ from quire.engine.process.messages import (
     Start,
     StepDeltas,
     TokenDelta,
+    UpdateWeights,
     WakeUp,
 )
 from quire.engine.process.shared_lists import with_lists
+from quire.engine.process.updates import WeightUpdate
 from quire.errors import NotAvailableError, QuireError, RequestError
 
 _MAX_UNSENT_BYTES = 8 << 20
 """A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
+_LOADING_S = 0.01
+"""So often an engine that has nothing to do looks whether its next weights are loaded."""
+UNDER_WAY = "an update of the weights is under way; wait for it"
 _FLUSH_S = 0.25
 """So often such a server is tried again."""
 
@@ -54,6 +59,7 @@ class Service:
         self._lists: dict[int, tuple[Lists, frozenset[int]]] = {}
         """Lists, with the tokens of theirs that end a sequence."""
         self._step_began_s: float | None = None
+        self._update: WeightUpdate | None = None
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +69,9 @@ class Service:
     def serve_round(self, channel: Channel[Down]) -> None:
         """Serve one round: what the server says, then a step, then its results. Waits without a
         limit while there is nothing to do. Raises ChannelClosed, or ProtocolError."""
-        if not self.has_work:
+        if self._update is not None and not self.has_work:
+            wait((channel,), (), _LOADING_S)
+        elif not self.has_work:
             while not wait((channel,), (), 0.0) and not self.loop.has_work and self.loop.idle():
                 pass
             wait((channel,), (), None)
@@ -73,6 +81,10 @@ class Service:
             reply = self.handle(message)
             if reply is not None:
                 channel.send(reply)
+        done = None if self._update is None else self._update.take_in()
+        if done is not None:
+            self._update = None
+            channel.send(done)
         while channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
             wait((), (channel,), _FLUSH_S)
             channel.flush()
@@ -103,6 +115,11 @@ class Service:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, AddRequest):
             return self._add(message)
+        if isinstance(message, UpdateWeights):
+            if self._update is not None:
+                return Done(message.number, self.loop.asleep, UNDER_WAY)
+            self._update = WeightUpdate(self.loop, message)
+            return None
         if isinstance(message, Inspect | InspectBlock | Sleep | WakeUp):
             return answer(self.loop, message)
         if isinstance(message, Lists):
@@ -186,7 +203,7 @@ class Service:
 
 
 def answer(
-    loop: StepLoop, question: Inspect | InspectBlock | Command
+    loop: StepLoop, question: Inspect | InspectBlock | Sleep | WakeUp
 ) -> Inspected | InspectedBlock | Done:
     """Carry out a command, or return what a loop that records its steps says of them."""
     if isinstance(question, Sleep | WakeUp):
@@ -200,7 +217,7 @@ def answer(
     return InspectedBlock(question.number, recorder.content(question.block, question.step))
 
 
-def _carry_out(loop: StepLoop, command: Command) -> Done:
+def _carry_out(loop: StepLoop, command: Sleep | WakeUp) -> Done:
     try:
         if isinstance(command, Sleep):
             loop.sleep(command.level)
@@ -208,8 +225,10 @@ def _carry_out(loop: StepLoop, command: Command) -> Done:
             loop.wake_up(command.parts)
     except QuireError as error:
         is_lasting = isinstance(error, NotAvailableError)
-        return Done(command.number, loop.asleep, str(error), is_lasting)
-    return Done(command.number, loop.asleep)
+        return Done(
+            command.number, loop.asleep, str(error), is_lasting, version=loop.weight_version
+        )
+    return Done(command.number, loop.asleep, version=loop.weight_version)
 
 
 def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDelta:
@@ -239,6 +258,7 @@ def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDe
             metrics.num_waited_steps,
             metrics.num_accepted_tokens,
             metrics.num_rejected_tokens,
+            metrics.weight_versions,
         )
         if is_first or has_ended
         else None,

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from quire.common.failures import log_failure
 from quire.core.request import FinishReason
 from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
@@ -27,6 +29,7 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
+    Command,
     Done,
     Heartbeat,
     Inspected,
@@ -37,6 +40,7 @@ from quire.engine.process.messages import (
     StartFailed,
     StepDeltas,
     Up,
+    UpdateWeights,
 )
 from quire.engine.process.quarantine import choose, judge
 from quire.engine.process.watch import Watch, WatchConfig
@@ -78,6 +82,11 @@ class Supervisor:
         self._asleep: tuple[str, ...] = ()
         self._bedtime: Sleep | None = None
         """What the engine was last told of sleeping; the next one is told, too."""
+        self._weights: UpdateWeights | None = None
+        """Where the weights are from that the engine computes with, if not those it was built
+        with; the next one is told before it gets any request."""
+        self._running: dict[int, Command] = {}
+        """Commands that the engine has been told, and has not answered."""
         self._has_failed = False
         self._is_closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -234,12 +243,17 @@ class Supervisor:
         channel = self._process.channel
         questions, self._questions = self._questions, []
         for question in questions:
+            if isinstance(question, Command):
+                self._running[question.number] = question
             if isinstance(question, Sleep):
                 self._bedtime = question
             channel.send(question)
         for message in self._journal.take_messages():
             channel.send(message)
-        for entry in choose(self._journal.entries.values()):
+        holds = any(
+            isinstance(each, UpdateWeights) and each.waits for each in self._running.values()
+        )
+        for entry in [] if holds else choose(self._journal.entries.values()):
             if channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
                 break
             try:
@@ -276,11 +290,12 @@ class Supervisor:
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""
             logger.info("the engine is ready after %.2f s", message.load_s)
-            if self._asleep and self._bedtime is not None:
+            if self._weights is not None:
+                self._questions.insert(0, self._weights)
+            elif self._asleep and self._bedtime is not None:
                 self._questions.insert(0, self._bedtime)
         elif isinstance(message, Done):
-            self._asleep = message.asleep
-            self.show(message)
+            self._take_done(message)
         elif isinstance(message, Inspected | InspectedBlock):
             self.show(message)
         elif isinstance(message, Refused):
@@ -289,6 +304,23 @@ class Supervisor:
                 self._deliver(self._journal.end(entry, FinishReason.ERROR, message.message))
         else:
             self._take_start_failure(message)
+
+    def _take_done(self, done: Done) -> None:
+        command = self._running.pop(done.number, None)
+        if command is self._weights is not None and done.error is not None:
+            self._give_up(
+                f"the weights of version {self._weights.version!r} cannot be loaded again: "
+                f"{done.error}"
+            )
+            return
+        if command is self._weights is not None and self._asleep and self._bedtime is not None:
+            self._questions.insert(0, self._bedtime)
+        else:
+            self._asleep = done.asleep
+        if isinstance(command, UpdateWeights) and done.error is None:
+            # there is nothing that could end before, in an engine that replaces this one
+            self._weights = msgspec.structs.replace(command, waits=True)
+        self.show(done)
 
     def _take_start_failure(self, failure: StartFailed) -> None:
         if failure.is_final:
@@ -311,6 +343,9 @@ class Supervisor:
         convicted = judge(self._journal.entries.values()) if self.watch.is_loaded else None
         self._journal.leave_engine()
         self._questions.clear()
+        for number in self._running:
+            self.show(Done(number, self._asleep, "the engine was lost meanwhile; try again"))
+        self._running.clear()
         if convicted is not None:
             logger.error("request %s: %s", convicted.request.request_id, CONVICTED)
             self._deliver(self._journal.end(convicted, FinishReason.ERROR, CONVICTED))

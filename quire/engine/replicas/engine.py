@@ -19,6 +19,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import EngineStatus
 from quire.engine.front.digest import Digest
@@ -145,6 +146,19 @@ class ReplicatedEngine(Engine):
         raise NotAvailableError(
             "reset_prefix_cache() is not available with data_parallel_size above 1"
         )
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called: those it was built with."""
+        return FIRST_VERSION
+
+    def load_weights(self, source: Any) -> Any:
+        """Raise NotAvailableError."""
+        raise NotAvailableError("update_weights is not available with data_parallel_size above 1")
+
+    def call_worker(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Raise NotAvailableError."""
+        raise NotAvailableError("collective_rpc is not available with data_parallel_size above 1")
 
     def sleep(self, level: int) -> None:
         """Not available: the memory is that of other processes."""

@@ -109,7 +109,8 @@ class NativeProgram:
             _Writer(_fused(each), weights) for each in (program, select_wanted(program, PANEL))
         ]
         whole, wanted = (writer.written() for writer in writers)
-        self._held = [tensor for writer in writers for tensor in writer.held]  # likewise
+        self.derived = [tensor for writer in writers for tensor in writer.held]  # likewise
+        """What was made of the weights for the operations to point to."""
         num_positions = min(
             [weights.max_model_len, *(table.shape[0] for table in weights.tables[1:])]
         )

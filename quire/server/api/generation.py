@@ -401,6 +401,7 @@ class GenerationRun:
             )
             self._usage.num_cached_tokens += output.metrics.num_prefix_hit_tokens
         progress.metrics = output.metrics
+        self._call.weight_version = output.weight_version
         is_delta = self._jobs[number].params.output_kind is RequestOutputKind.DELTA
         num_new = 0
         for completion in output.outputs:

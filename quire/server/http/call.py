@@ -57,6 +57,8 @@ class Call:
     """Whether it has a place among the requests in flight."""
     adapter: ServedAdapter | None = None
     """What the request is answered with besides the model."""
+    weight_version: str | None = None
+    """Of the weights that computed what there is of the answer; None where there is nothing."""
     is_chat: bool = True
     """Whether the request is for a reply in a chat, not for the continuation of a text."""
 
@@ -70,8 +72,12 @@ class Call:
 
     def response_headers(self) -> dict[str, str]:
         """Headers that every successful answer to this call has."""
-        shown = self.shown_ignored_fields()
-        return {} if shown is None else {"x-quire-ignored-fields": shown}
+        headers, shown = {}, self.shown_ignored_fields()
+        if self.weight_version is not None:
+            headers["x-quire-weight-version"] = self.weight_version
+        if shown is not None:
+            headers["x-quire-ignored-fields"] = shown
+        return headers
 
     def shown_ignored_fields(self) -> str | None:
         """Names of fields without effect, within the bounds of a header; None where all have

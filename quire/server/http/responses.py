@@ -227,7 +227,7 @@ class EventStream(Response):
 
 def timings(
     metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int
-) -> dict[str, float | int | str | None]:
+) -> dict[str, float | int | str | list[str] | None]:
     """Return where a request's time went, in milliseconds, and why it waited."""
 
     def span_ms(start_s: float | None, end_s: float | None) -> float | None:
@@ -250,6 +250,7 @@ def timings(
         "total_ms": span_ms(metrics.arrival_s, metrics.finished_s or metrics.last_token_s),
         "tokens_per_second": rate if rate is None else round(rate, 3),
         "cached_tokens": metrics.num_prefix_hit_tokens,
+        "weight_versions": list(metrics.weight_versions),
         "prefill_chunks": metrics.num_prefill_chunks,
         "preemptions": metrics.num_preemptions,
         "detokenize_ms": round(1000 * metrics.detokenize_s, 3),

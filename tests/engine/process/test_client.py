@@ -23,7 +23,7 @@ from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.streams import Stream, merge_deltas
 from quire.engine.process.link import supervised
 from quire.engine.process.supervisor import CONVICTED
-from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
+from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, UnavailableError
 
 pytestmark = [timed, pytest.mark.slow]
 
@@ -303,6 +303,50 @@ def test_an_engine_that_is_lost_while_it_sleeps_is_replaced_by_one_that_sleeps(
             await _until(lambda: client.status().is_ready)
             assert await waiting == expected
             assert [output async for output in stream][-1].finished
+
+    _run(scenario)
+
+
+def test_an_engine_that_replaces_another_computes_with_the_weights_of_that_one(
+    make_client: MakeClient,
+) -> None:
+    async def scenario() -> None:
+        async with make_client() as client:
+            former = await _answer(client, _request("calm", max_tokens=30))
+            begun = asyncio.create_task(
+                _answer(client, _request("calm/begun", SLOW_TOKEN, max_tokens=8))
+            )
+            await _until(lambda: client.status().num_running == 1)
+            updating = asyncio.create_task(client.update_weights("7", requests="finish"))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(_answer(client, _request("calm", max_tokens=30)))
+            assert await updating == "1" == client.weight_version and begun.done()
+            assert (await begun).error is None
+            assert await late != former
+            pid = _pid(client)
+            os.kill(pid, signal.SIGKILL)
+            await _until(lambda: client.status().is_ready and _pid(client) != pid)
+            assert await _answer(client, _request("calm", max_tokens=30)) == await late
+            with pytest.raises(EngineError, match="could not be loaded"):
+                await client.update_weights("no key")
+            assert await _answer(client, _request("calm", max_tokens=30)) == await late
+            assert await client.update_weights("0", "first") == "first"
+            assert await _answer(client, _request("calm", max_tokens=30)) == former
+
+    _run(scenario)
+
+
+def test_a_command_whose_engine_is_lost_is_answered(make_client: MakeClient) -> None:
+    async def scenario() -> None:
+        async with make_client() as client:
+            stream = await _generate(client, _request("begun", ENDLESS_TOKEN))
+            await _until(lambda: client.status().num_running == 1)
+            sleeping = asyncio.create_task(client.sleep())
+            await asyncio.sleep(0.3)
+            os.kill(_pid(client), signal.SIGKILL)
+            with pytest.raises(EngineError, match="lost meanwhile"):
+                await sleeping
+            await stream.aclose()
 
     _run(scenario)
 

@@ -66,7 +66,7 @@ UNAVAILABLE: Mapping[str, str] = {
         "offsets come with log-probabilities (text_offset); /tokenize shows a prompt's tokens"
     ),
     "return_weight_versions": (
-        "the weights of this server never change; system_fingerprint says which they are"
+        "every answer names its weights (x-quire-weight-version; timings where they changed)"
     ),
     "use_beam_search": "beam search is available in Python (LLM.beam_search), not over HTTP",
     "logits_processors": "code is never taken from a request",
