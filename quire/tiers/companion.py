@@ -9,6 +9,7 @@ written fast enough is left out. A disk that fails ends storing with one line in
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -412,6 +413,7 @@ class StoredBlocks:
             lost = () if self._store is None else self._store.digests
             pending = {key.digest for key, _ in self._writes}
             if self._store is not None:
+                self._drop_queued(self._store)
                 self._store.close()
             self._store, self._open_store, self._is_open = None, None, True
             self._writes.clear()
@@ -429,6 +431,14 @@ class StoredBlocks:
         if self._thread is not None and not self._is_closing:
             while self._work(_REFRESH_S):  # the host's memory is served
                 pass
+
+    def _drop_queued(self, store: DiskStore) -> None:
+        """Take back what was to be dropped, as far as the disk lets it: the next start must not
+        find blocks that are in doubt."""
+        with contextlib.suppress(OSError):
+            for job in self._jobs:
+                for key in job.keys if job.verb == "drop" else ():
+                    store.drop(key.digest)
 
     def _end(self) -> None:
         if self._store is not None:

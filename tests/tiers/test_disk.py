@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from random import Random
 
 import pytest
 
-from quire.core.tiers import StoredKey
+from quire.core.plan import StepPlan
+from quire.core.tiers import TIERS, StoredKey, TierNews, TierOrder
+from quire.executor.null import NullMemory
+from quire.tiers.companion import StoredBlocks
 from quire.tiers.disk import DiskStore
 from quire.tiers.segments import HEADER_BYTES, CacheIdentity
 
@@ -200,3 +204,26 @@ def test_an_error_of_the_system_is_the_callers(
     monkeypatch.setattr(os, "writev", fail)
     with pytest.raises(OSError, match="no space"):
         write(store, 1)
+
+
+def test_what_was_to_be_dropped_is_dropped_where_the_disk_is_given_up_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(open_store(tmp_path)) as store:
+        write(store, 1, 2, 3)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    memory = NullMemory(8, 4)
+    half = StoredBlocks(memory, lambda: open_store(tmp_path), is_threaded=False)
+    half.take_news(0.0)
+    orders = (TierOrder("fetch", 1, (key(1),)), TierOrder("drop", 0, (key(2),)))
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "read", fail)
+        half.begin(StepPlan(1, (), orders={TIERS: orders}))
+        news = [TierNews._make(each) for each in half.take_news(0.0)]
+    half.close()
+    assert "off" in [each.verb for each in news]
+    with contextlib.closing(open_store(tmp_path)) as again:
+        assert read(again, 1, 2, 3) == [payload(1), None, payload(3)]
