@@ -12,9 +12,11 @@ from typing import Any, Self
 from quire.errors import ConfigError, NotAvailableError
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+HEADS = ("eagle", "eagle3", "mtp")
+"""Methods whose drafts come of the target's hidden states."""
 _OTHER_METHODS = (
-    "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "ngram_gpu", "dflash",
+    "medusa", "mlp_speculator", "ngram_gpu", "dflash",
     "custom_class", "extract_hidden_states",
 )  # fmt: skip
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -28,13 +30,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_heterogeneous_vocab": (True, False),
 }
 """Keys of vLLM's that have nothing to choose here, and the values that ask for what is done."""
+_OLD_NAMES = {"deepseek_mtp": "mtp"}
 _NO_MODELS = ("ngram", "[ngram]", "suffix")
 """What `model` says where none is meant."""
-_OF_ONE_METHOD = {
-    "prompt_lookup_": "ngram", "suffix_decoding_": "suffix", "model": "draft_model",
-    "revision": "draft_model", "quantization": "draft_model", "max_model_len": "draft_model",
+_WITH_FILES = ("draft_model", "eagle", "eagle3")
+"""Methods that read a model of their own."""
+_OF_METHODS: Mapping[str, tuple[str, ...]] = {
+    "prompt_lookup_": ("ngram",), "suffix_decoding_": ("suffix",), "model": _WITH_FILES,
+    "revision": _WITH_FILES, "quantization": _WITH_FILES, "max_model_len": (*_WITH_FILES, "mtp"),
 }  # fmt: skip
-"""How the keys begin that one method alone reads."""
+"""How the keys begin that some methods alone read."""
 MAX_NUM_TOKENS = 63
 _NUM_NGRAM_TOKENS, _NUM_SUFFIX_TOKENS, _NUM_MODEL_TOKENS = 8, 24, 5
 _NGRAM_SIZE = 5
@@ -63,7 +68,8 @@ class SpeculationConfig:
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens of a smaller chance are not drafted."""
     model: str | None = None
-    """Of `draft_model`: a folder, hub name or GGUF file, as the engine's own `model`."""
+    """Of `draft_model`, `eagle` and `eagle3`: a folder, hub name or GGUF file, as the engine's own
+    `model`."""
     revision: str | None = None
     quantization: str | None = None
     """Of its weights, as the engine's own `quantization`."""
@@ -77,6 +83,8 @@ class SpeculationConfig:
         known = [item.name for item in fields(cls)]
         if "method" not in given and "prompt_lookup_max" in given:
             given["method"] = "ngram"  # as vLLM's older configurations have it
+        if given.get("method") in _OLD_NAMES:
+            given["method"] = _OLD_NAMES[given["method"]]
         if given.get("model") in _NO_MODELS and given.get("method") != "draft_model":
             del given["model"]
         elif "model" in given:
@@ -108,7 +116,7 @@ class SpeculationConfig:
             1 << 31,
         )  # fmt: skip
         _check_integer("max_model_len", self.max_model_len, 1, 1 << 31)
-        if self.method == "draft_model" and (not isinstance(self.model, str) or not self.model):
+        if self.method in _WITH_FILES and (not isinstance(self.model, str) or not self.model):
             raise ConfigError(f"{NAME}: model={self.model!r} must name the model that drafts")
         for name in ("revision", "quantization"):
             value = getattr(self, name)
@@ -126,18 +134,23 @@ class SpeculationConfig:
         """Refuse what another method alone reads."""
         for item in fields(self):
             value = getattr(self, item.name)
-            for start, method in _OF_ONE_METHOD.items():
-                is_read = self.method == method or not item.name.startswith(start)
+            for start, methods in _OF_METHODS.items():
+                is_read = self.method in methods or not item.name.startswith(start)
                 if not is_read and value != item.default:
                     raise ConfigError(
                         f"{NAME}: {item.name}={value!r} has no effect with method "
-                        f"{self.method!r}; leave it out, or choose {method!r}"
+                        f"{self.method!r}; leave it out, or choose {methods[0]!r}"
                     )
 
     @property
-    def draft_model(self) -> str | None:
-        """The model that drafts, if one does."""
-        return self.model if self.method == "draft_model" else None
+    def is_modelled(self) -> bool:
+        """Whether a model drafts, or a head."""
+        return self.head is not None or self.method == "draft_model"
+
+    @property
+    def head(self) -> str | None:
+        """The kind of the head that drafts, if one does."""
+        return self.method if self.method in HEADS else None
 
     @property
     def ngram_sizes(self) -> tuple[int, int]:
@@ -150,7 +163,7 @@ class SpeculationConfig:
         """Tokens drafted at most of a request in one step."""
         if self.method == "ngram":
             return self.num_speculative_tokens or _NUM_NGRAM_TOKENS
-        if self.method == "draft_model":
+        if self.is_modelled:
             return self.num_speculative_tokens or _NUM_MODEL_TOKENS
         depth = min(self.suffix_decoding_max_tree_depth, MAX_NUM_TOKENS)
         return min(self.num_speculative_tokens or _NUM_SUFFIX_TOKENS, depth)

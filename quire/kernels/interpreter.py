@@ -213,6 +213,8 @@ class Interpreter:
                 return x.index_add(
                     0, placed.tokens, placed.rows[:, first : first + x.shape[1]].contiguous()
                 )
+            case ops.Join():
+                return torch.cat((x, y), 1)
             case ops.Take():
                 return self._taken(step)
             case ops.Gather(columns=columns):

@@ -148,6 +148,19 @@ class VisionSpec:
         return self.patch_size * self.merge
 
 
+@dataclass(frozen=True, slots=True)
+class StatesSpec:
+    """What a draft head reads of each token: its embedding, and a hidden state of the target at the
+    token before it, joined in this order. `entry` makes the stream of both. Without one, the first
+    mixer reads both, and the state is the stream."""
+
+    embedding_norm: NormSpec | None = None
+    state_norm: NormSpec | None = None
+    entry: LinearSpec | None = None
+    is_stream_normed: bool = False
+    """Where the state is the stream: behind its norm."""
+
+
 class FlopsPerToken(NamedTuple):
     """Floating-point operations of the matrix products for one token (a
     multiply and an add are two)."""
@@ -188,6 +201,10 @@ class DecoderSpec:
     """Beginnings of names of tensors that a checkpoint may hold besides."""
     vision: VisionSpec | None = None
     """Of a model that reads images."""
+    states: StatesSpec | None = None
+    """Of a draft head: it reads hidden states, too, which each step brings."""
+    kept: tuple[int, ...] = ()
+    """Blocks before which the stream is kept for a draft head, behind the result's columns."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Other beginnings of names that checkpoints have, and what stands for each here; the first
     that fits counts."""
@@ -249,7 +266,9 @@ class DecoderSpec:
         """Every matrix product as the parts that are stacked into one weight;
         the head, where there is one, is the last."""
         head = () if self.head is None else ((self.head,),)
-        return (*(parts for block in self.blocks for parts in block.projections), *head)
+        entry = None if self.states is None else self.states.entry
+        first = () if entry is None else ((entry,),)
+        return (*first, *(parts for block in self.blocks for parts in block.projections), *head)
 
     @property
     def attentions(self) -> tuple[AnyAttention, ...]:

@@ -17,7 +17,7 @@ from quire.models.blocks import (
     MlpSpec,
     Sublayer,
 )
-from quire.models.declaration import DecoderSpec, PositionBiasSpec, RowsSpec
+from quire.models.declaration import DecoderSpec, PositionBiasSpec, RowsSpec, StatesSpec
 from quire.models.rope import RopeSpec
 from quire.models.tensors import LinearSpec, NormSpec, TensorSpec
 from quire.program import operations as ops
@@ -57,10 +57,19 @@ class _Lowering:
         self._vectors: list[TensorSpec] = []
         self._ropes: dict[RopeSpec, int] = {}
         self._num_linears = self._num_caches = 0
+        self._kept: dict[int, int] = {}
+        """Of blocks, the stream before them."""
 
     def decoder(self, spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
         num_added = 0 if spec.vision is None else len(spec.vision.early)
-        stream = self._blocks(spec.blocks, self._embed(spec), num_added)
+        self._kept = dict.fromkeys(spec.kept, -1)
+        stream, joined = self._embed(spec), None
+        if spec.states is not None:
+            stream, joined = self._states(spec.states, stream)
+        stream = self._blocks(spec.blocks, stream, num_added, joined)
+        for value in (self._kept[index] for index in spec.kept):
+            width = self._widths[stream] + self._hidden
+            stream = self._emit(ops.Join((stream, value), (self._value(width),)))
         head = ops.Head(
             None if spec.final_norm is None else self._norm_weights(spec.final_norm),
             None if spec.head is None else self._linear_number(),
@@ -104,15 +113,41 @@ class _Lowering:
     def _program(self, result: int, head: ops.Head) -> ops.Program:
         return ops.Program(tuple(self._operations), tuple(self._widths), result, head)
 
-    def _blocks(self, blocks: tuple[BlockSpec, ...], stream: int, num_added: int = 0) -> int:
-        """Lower blocks; behind so many of them, rows from outside are added."""
+    def _blocks(
+        self,
+        blocks: tuple[BlockSpec, ...],
+        stream: int,
+        num_added: int = 0,
+        joined: int | None = None,
+    ) -> int:
+        """Lower blocks; behind so many of them, rows from outside are added. The first mixer reads
+        `joined` in place of the stream, where that is given."""
         for index, block in enumerate(blocks):
+            self._keep(index, stream)
             for stage in block.stages:
-                stream = self._stage(stage, stream)
+                stream = self._stage(stage, stream, stream if joined is None else joined)
+                joined = None
             if index < num_added:
                 first, out = (index + 1) * self._hidden, (self._value(self._hidden),)
                 stream = self._emit(ops.AddPlaced((stream,), out, first))
+        self._keep(len(blocks), stream)
         return stream
+
+    def _keep(self, index: int, stream: int) -> None:
+        if index in self._kept:
+            self._kept[index] = stream
+
+    def _states(self, spec: StatesSpec, embedding: int) -> tuple[int, int | None]:
+        """Lower what a draft head reads; returns the stream, and what the first mixer reads where
+        that is not the stream."""
+        width = self._hidden
+        state = self._emit(ops.Take((), (self._value(width),)))
+        normed = self._norm(spec.state_norm, state)
+        pair = (self._norm(spec.embedding_norm, embedding), normed)
+        joined = self._emit(ops.Join(pair, (self._value(2 * width),)))
+        if spec.entry is not None:
+            return self._linear(joined, spec.entry), None
+        return normed if spec.is_stream_normed else state, joined
 
     def _value(self, width: int) -> int:
         self._widths.append(width)
@@ -134,10 +169,10 @@ class _Lowering:
             x = self._add(x, position)
         return self._norm(spec.embedding_norm, x)
 
-    def _stage(self, stage: tuple[Sublayer, ...], stream: int) -> int:
-        """Return the stream behind sublayers that all read it as it was;
+    def _stage(self, stage: tuple[Sublayer, ...], stream: int, read: int) -> int:
+        """Return the stream behind sublayers that all read it as it was, or without a norm `read`;
         norms that they share are computed once."""
-        normed: dict[NormSpec | None, int] = {None: stream}
+        normed: dict[NormSpec | None, int] = {None: read}
         outputs = []
         for sublayer in stage:
             if sublayer.norm not in normed:

@@ -48,6 +48,8 @@ class TensorSpec:
     """Whatever the model computes in."""
     cut_from: TensorSpec | None = None
     """The tensor that these are some rows of, which one rank holds."""
+    is_optional: bool = False
+    """A checkpoint may lack it: then there is a bias of zeros, or another model's table."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ def build_decoder(
     quantize: Callable[[FloatLinears], LinearLoader] = lambda floats: floats,
     adapters: AdapterRows | None = None,
     exchange: Exchange | None = None,
+    embedding: EmbeddingTable | None = None,
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
 
@@ -55,8 +56,9 @@ def build_decoder(
     `quire.quant.linears`). `max_model_len` bounds the positions that can be computed, and settles
     dynamic and long RoPE (see `quire.nn.rope`). With `adapters`, projections take what the
     adapter of a row adds to them. With an `exchange`, only this rank's share of the weights is
-    loaded (`quire.program.sharding`). Raises ConfigError for a dtype or length that cannot work,
-    CheckpointError for weights that cannot be read.
+    loaded (`quire.program.sharding`). An `embedding` of another model stands for its own. Raises
+    ConfigError for a dtype or length that cannot work, CheckpointError for weights that cannot be
+    read.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {' or '.join(COMPUTE_DTYPES)}")
@@ -66,7 +68,8 @@ def build_decoder(
             f"{spec.architecture} learned"
         )
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
-    return _Builder(quantize(floats), floats, max_model_len, adapters, exchange).decoder(spec)
+    builder = _Builder(quantize(floats), floats, max_model_len, adapters, exchange)
+    return builder.decoder(spec, embedding)
 
 
 class _Builder:
@@ -85,7 +88,7 @@ class _Builder:
         self._exchange = exchange
         self._num_bytes = 0
 
-    def decoder(self, spec: DecoderSpec) -> DecoderModel:
+    def decoder(self, spec: DecoderSpec, table: EmbeddingTable | None = None) -> DecoderModel:
         program, parameters = lower(spec)
         if self._adapters is not None:
             program = make_adaptable(program)
@@ -98,7 +101,7 @@ class _Builder:
         if self._exchange is not None:
             program, held = _shared(program, held, self._exchange)
         parameters = held.parameters
-        embedding, head = self._ends(held.spec)
+        embedding, head = self._ends(held.spec, table)
         num_inner = len(parameters.linears) - len(head)
         weights = Weights(
             linears=(*(self._linear(*parts) for parts in parameters.linears[:num_inner]), *head),
@@ -125,9 +128,13 @@ class _Builder:
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))
 
-    def _ends(self, spec: DecoderSpec) -> tuple[EmbeddingTable, tuple[PackedLinear, ...]]:
+    def _ends(
+        self, spec: DecoderSpec, given: EmbeddingTable | None
+    ) -> tuple[EmbeddingTable, tuple[PackedLinear, ...]]:
         """Return the embedding table and the head, if there is one. They share their memory where
         they are tied and the head holds floats."""
+        if given is not None:
+            return given, () if spec.head is None else (self._linear(spec.head),)
         if spec.head is None:
             return self._counted_tensor(self._typed_table(spec)), ()
         if not spec.is_tied:

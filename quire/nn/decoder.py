@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
 from quire.nn.head import OutputHead, PackedHead
 from quire.program.operations import Program
+
+
+class StateKeeper(Protocol):
+    """Keeps hidden states of all tokens, for a draft head."""
+
+    def keep(self, states: Tensor, slots: Tensor) -> Tensor:
+        """Take what a step's program gives, [T, width], of tokens whose keys and values are in
+        these slots, int64 [T]. Returns the hidden states, [T, H], of its first columns."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,8 @@ class DecoderModel:
     """What stands in place of tokens, in a model that reads images."""
     divided_head: OutputHead | None = None
     """The head, where `weights` have a part of it alone."""
+    keeper: StateKeeper | None = None
+    """Of the hidden states of all tokens, which are all computed then."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,15 +83,17 @@ class DecoderModel:
         adapters = None
         if self.adapters is not None and context.rows is not None:
             adapters = self.adapters.of_step(context.rows, context.batch.query_start)
-        return self.run(
+        keeper = self.keeper
+        states = self.run(
             token_ids,
             positions,
             context.batch,
             context.kv_caches,
-            context.num_wanted,
+            context.num_wanted if keeper is None else None,
             adapters,
             self._content(context),
         )
+        return states if keeper is None else keeper.keep(states, context.batch.slots)
 
     def is_recordable(self, rows: Sequence[int] | None) -> bool:
         """Whether tokens and positions alone decide what the sequences in these rows give."""

@@ -79,6 +79,11 @@ class Take(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class Join(Operation):
+    """The columns of the first input, then those of the second."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scale(Operation):
     """Multiplies by a number, which is rounded to the compute dtype first."""
 

@@ -82,8 +82,8 @@ def select_wanted(program: Program, alignment: int | None = None) -> Program:
         ),
         default=-1,
     )
-    if start == 0:
-        return program
+    if start == 0 or any(isinstance(each, ops.Join) for each in program.operations[start:]):
+        return program  # or what is kept of all tokens is part of the result
     widths = list(program.widths)
     before, after = program.operations[:start], program.operations[start:]
     if alignment is not None and isinstance(before[-1], ops.HeadOperation):

@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,35 +28,13 @@ from quire.common.failures import log_failure
 from quire.core.drafts import MODELLED, NUM_DEGREES, Drafted, DraftOrder, strength_of_degree
 from quire.core.plan import Record, RowSampling, StepPlan
 from quire.kernels.interface import AttentionBatch
-from quire.nn.context import StepContext
-from quire.nn.decoder import DecoderModel
 from quire.sampling.plain import choose_plain, is_plain
 from quire.sampling.rows import SampledRow
-from quire.sampling.sampler import Sampler
 from quire.spec.depth import DraftDepth
+from quire.spec.model import DraftModel
 from quire.spec.places import DraftPlaces, KnownRows, Span
-from quire.spec.vocabulary import TokenMap
 
 logger = logging.getLogger(__name__)
-
-Stage = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
-"""Moves arrays to the device of the model."""
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """The model, and what it works with."""
-
-    model: DecoderModel
-    caches: Sequence[tuple[Tensor, Tensor]]
-    """Of each layer, in the order of the model's own."""
-    tokens: TokenMap
-    sampler: Sampler
-    stage: Stage
-    max_len: int
-    """Positions that it has."""
-    max_read: int
-    """Tokens of all rows that are computed after one step to catch up with the target."""
 
 
 @dataclass(slots=True)
@@ -72,6 +50,10 @@ class _Line:
     is_plain: bool
     known: NDArray[np.integer[Any]]
     num_prompt: int
+    lag: int
+    """`DraftModel.lag`."""
+    state: Tensor | None = None
+    """[1, H]: what a head reads next, of the newest draft."""
     drafted: list[int] = field(default_factory=list)
     degrees: list[int] = field(default_factory=list)
     chance: float = 1.0
@@ -89,13 +71,13 @@ class _Line:
     def next_tokens(self) -> NDArray[np.integer[Any]]:
         """The tokens there."""
         if not self.drafted:
-            return self.known[self.span.first : self.end]
+            return self.known[self.span.first + self.lag : self.end + self.lag]
         return np.array([self.newest])
 
     @property
     def newest(self) -> int:
         """The last token so far."""
-        return self.drafted[-1] if self.drafted else int(self.known[self.end - 1])
+        return self.drafted[-1] if self.drafted else int(self.known[self.end - 1 + self.lag])
 
     @property
     def sampled_row(self) -> SampledRow:
@@ -139,15 +121,18 @@ class ModelDrafts:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Draft once, before there are rows: what is slow the first time is not a request's."""
-        blocks, known = self._places.own_blocks(0), np.zeros(1, np.int64)
+        blocks, known = self._places.own_blocks(0), np.zeros(2, np.int64)
         for temperature in (0.0, 1.0):
             sampling = RowSampling(temperature=temperature)
-            line = _Line(Span(0, 0, 1, blocks, 0), 1, 1, sampling, True, known, 1)
+            span = Span(0, 0, 1, blocks, 0)
+            line = _Line(span, 1, 1, sampling, True, known, 1, self._draft.lag)
             self._add_tokens(self._forward([line]), [line])
 
     def begin(self, plan: StepPlan) -> None:
         """See `Companion.begin`."""
         self._places.begin(plan)
+        if self._draft.head is not None:
+            self._draft.head.kept.copy_blocks(plan.copies)
         for row in (*plan.removed_rows, *(new.row for new in plan.new_rows)):
             self._forget(row)
         for order in plan.orders.get(MODELLED, ()):
@@ -219,7 +204,9 @@ class ModelDrafts:
             places = self.depth.going_on(self._num_rows, num_passes, taken, chances)
             active = [active[place] for place in places]
         for line in lines:
-            self._places.computed(line.span, line.end, line.drafted[:-1])
+            # a head computes again what was drafted, with the target's states
+            computed = () if self._draft.lag else line.drafted[:-1]
+            self._places.computed(line.span, line.end, computed)
         self._last |= {line.span.row: line for line in lines if line.drafted}
         self.num_drafted += sum(len(line.drafted) for line in lines)
         return lines
@@ -231,7 +218,7 @@ class ModelDrafts:
             known = self._rows.tokens(row)
             most = min(self._most[row], self._draft.max_len - len(known) + 1)
             is_behind = end < len(known) - 1  # its prompt goes on
-            if most <= 0 or is_behind or room < 2 * size:
+            if most <= 0 or is_behind or room < 2 * size or len(known) <= self._draft.lag:
                 continue
             self._judge(row, known)
             span = self._places.span(row)
@@ -240,7 +227,9 @@ class ModelDrafts:
                 stop, most = stop // size * size, 0
             room -= stop - span.first
             num_prompt = int(self._rows.num_prompt_tokens[row])
-            lines.append(_Line(span, stop, most, *self._sampling(row), known, num_prompt))
+            sampling, is_plain = self._sampling(row)
+            lag = self._draft.lag
+            lines.append(_Line(span, stop, most, sampling, is_plain, known, num_prompt, lag))
         return lines
 
     def _judge(self, row: int, known: NDArray[np.integer[Any]]) -> None:
@@ -296,14 +285,22 @@ class ModelDrafts:
             starts, lengths, tables_there, slots_there, positions_there, max(counts), longest
         )
         wanted = None if max(counts) == 1 else torch.ones(len(lines), dtype=torch.int32)
-        context = StepContext(batch, self._draft.caches, wanted)
-        states = self._draft.model.forward(token_ids, positions_there, context)
+        read = [self._read(line) for line in lines] if self._draft.lag else []
+        states = self._draft.forward(token_ids, positions_there, batch, wanted, read)
         return states if len(states) == len(lines) else states.index_select(0, last)
+
+    def _read(self, line: _Line) -> Tensor:
+        """The states that a head reads beside a row's next tokens."""
+        if line.state is not None:
+            return line.state
+        rows, num_groups = self._rows, self._rows.num_groups
+        blocks = rows.block_tables[line.span.row, ::num_groups]
+        return self._draft.kept(blocks, line.span.first, line.end)
 
     def _add_tokens(self, states: Tensor, lines: Sequence[_Line]) -> None:
         """Sample the next token of each row."""
         draft = self._draft
-        logits = draft.tokens.logits(draft.model.logits(states))
+        logits, read = draft.outcome(states)
         rows = [line.sampled_row for line in lines]
         if all(line.is_plain for line in lines):
             chosen, _ = choose_plain(draft.sampler.kernels, logits, rows, draft.stage)
@@ -313,6 +310,8 @@ class ModelDrafts:
             found = [result.token_ids[0] if result.token_ids else 0 for result in results]
             chosen = torch.tensor(found, device=logits.device)
         surprises = functional.cross_entropy(logits, chosen, reduction="none").tolist()
+        for place, line in enumerate(lines if draft.lag else ()):
+            line.state = read[place : place + 1]
         for line, token_id, surprise in zip(lines, chosen.tolist(), surprises, strict=True):
             chance = math.exp(-surprise) if surprise >= 0.0 else 0.0  # not where it is no number
             degree = min(int(chance * NUM_DEGREES), NUM_DEGREES - 1)

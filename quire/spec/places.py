@@ -27,13 +27,18 @@ Copy = Callable[[Sequence[BlockCopy]], None]
 class KnownRows(Protocol):
     """What is to be known of the worker's rows."""
 
-    block_size: int
-    num_groups: int
-    sampling: list[RowSampling]
-    num_tokens: NDArray[np.int64]
-    num_prompt_tokens: NDArray[np.int64]
-    block_tables: NDArray[np.int32]
-
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def sampling(self) -> list[RowSampling]: ...
+    @property
+    def num_tokens(self) -> NDArray[np.int64]: ...
+    @property
+    def num_prompt_tokens(self) -> NDArray[np.int64]: ...
+    @property
+    def block_tables(self) -> NDArray[np.int32]: ...
     def tokens(self, row: int) -> NDArray[np.integer[Any]]:
         """The row's known tokens."""
         ...

@@ -122,6 +122,10 @@ class SafetensorsCheckpoint(WeightSource):
                 f"{self._folder}: tensor {name} cannot be read: {error}"
             ) from error
 
+    def holds(self, tensor: TensorSpec) -> bool:
+        """Whether a tensor is there, which only an optional one need not be."""
+        return self._name(tensor) in self._stored
+
     def locate(self, tensor: TensorSpec) -> StoredRows | None:
         """Return where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
         file, stored = self._stored[self._name(tensor)]
@@ -281,7 +285,14 @@ class SafetensorsCheckpoint(WeightSource):
         for tensor in spec.tensors:
             yield from self._layout.get(
                 tensor.name,
-                (ExpectedTensor(tensor.name, (tensor.stored_shape,), place=tensor.other_place),),
+                (
+                    ExpectedTensor(
+                        tensor.name,
+                        (tensor.stored_shape,),
+                        is_optional=tensor.is_optional,
+                        place=tensor.other_place,
+                    ),
+                ),
             )
 
     def _mismatch(self, name: str, expected: ExpectedTensor) -> str:

@@ -31,15 +31,25 @@ def test_vllms_keys_are_read() -> None:
     assert suffix.max_tokens == 12
     assert SpeculationConfig.from_mapping({"method": "suffix"}).max_tokens == 24
     model = SpeculationConfig.from_mapping({"model": "x", "num_speculative_tokens": 3})
-    assert (model.method, model.draft_model, model.max_tokens) == ("draft_model", "x", 3)
+    assert (model.method, model.model, model.max_tokens) == ("draft_model", "x", 3)
+    assert model.is_modelled and model.head is None
+    head = SpeculationConfig.from_mapping({"method": "eagle3", "model": "x"})
+    assert head.is_modelled and head.head == "eagle3"
+    assert SpeculationConfig.from_mapping({"method": "deepseek_mtp"}).head == "mtp"
 
 
 @pytest.mark.parametrize(
     ("values", "error", "text"),
     [
-        ({"method": "eagle"}, NotAvailableError, "method 'eagle' is not available"),
+        ({"method": "medusa"}, NotAvailableError, "method 'medusa' is not available"),
         ({"method": "draft_model"}, ConfigError, "model=None must name the model that drafts"),
-        ({"method": "guess"}, ConfigError, "'guess'; choose 'ngram', 'suffix' or 'draft_model'"),
+        (
+            {"method": "guess"},
+            ConfigError,
+            "'guess'; choose 'ngram', 'suffix', 'draft_model', 'eagle', 'eagle3' or 'mtp'",
+        ),
+        ({"method": "eagle3"}, ConfigError, "model=None must name the model that drafts"),
+        ({"method": "mtp", "model": "x"}, ConfigError, "has no effect with method 'mtp'"),
         ({}, ConfigError, "method is missing"),
         ({"method": "suffix", "model": "x"}, ConfigError, "has no effect with method 'suffix'"),
         (

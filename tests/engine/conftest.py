@@ -60,6 +60,24 @@ def draft_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def eagle_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE head for the tiny model."""
+    path: Path = tmp_path_factory.mktemp("eagle") / "config.json"
+    own = {"num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}
+    path.write_text(json.dumps(TINY_LLAMA | own))
+    return path
+
+
+@pytest.fixture(scope="session")
+def eagle3_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head for the tiny model, with fewer tokens."""
+    path: Path = tmp_path_factory.mktemp("eagle3") / "config.json"
+    own = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    path.write_text(json.dumps(TINY_LLAMA | own | {"draft_vocab_size": 128}))
+    return path
+
+
+@pytest.fixture(scope="session")
 def qwen_vl_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a tiny model whose images keep their own sizes."""
     path: Path = tmp_path_factory.mktemp("qwen_vl") / "config.json"
@@ -76,11 +94,18 @@ def llava_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _num_draft_rows(speculative: Mapping[str, Any] | None) -> int:
-    """Rows of as many numbers as the tiny model's that a draft model keeps of a token."""
-    if speculative is None or "model" not in speculative:
+    """Rows of as many numbers as the tiny model's that a draft model, or a head, keeps of a
+    token, states of the target included."""
+    if speculative is None:
+        return 0
+    num_state_rows = TINY_LLAMA["hidden_size"] // TINY_LLAMA["head_dim"]  # type: ignore[operator]
+    if speculative.get("method") == "mtp":
+        return 2 * num_state_rows  # its latents are as long as its states
+    if "model" not in speculative:
         return 0
     config = json.loads(Path(speculative["model"]).read_text())
-    return int(config["num_hidden_layers"] * config["num_key_value_heads"] * 2)
+    num_rows = int(config["num_hidden_layers"] * config["num_key_value_heads"] * 2)
+    return num_rows + (num_state_rows if "method" in speculative else 0)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from engines import run_all
+from guesses import by_head, draft_all
 from late_device import LateDevice
 from optional_packages import HAS_GRAMMARS, HAS_IMAGES
 from replayed import replay_steps
@@ -465,6 +466,37 @@ def test_bits_do_not_depend_on_circumstances(
     assert answers.keys() == alone.keys()
     for name, answer in answers.items():
         assert answer == alone[name], name
+
+
+SPECULATED = ("eagle", "eagle3", "mtp")
+"""Heads that draft, and all of whose drafts are verified."""
+_PLAIN: dict[bool, Answers] = {}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="heads draft on the CPU")
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        pytest.param(method, case, marks=() if method == "mtp" and is_fast else pytest.mark.slow)
+        for method, case in itertools.product(SPECULATED, CASES)
+        # drafts lengthen steps that are bounded by time, and none are replayed
+        if case not in ("replayed", "bounded by time")
+        for is_fast in [case in ("chunked", "preempted", "cached after other use")]
+    ],
+)
+def test_nor_do_they_depend_on_drafts_of_heads(
+    method: str, case: str, make_engine: MakeEngine, request: pytest.FixtureRequest
+) -> None:
+    is_latent = method == "mtp"
+    options: dict[str, Any] = {"dtype": "float32", "tokenizer": "quire-storyteller"}
+    if is_latent:
+        options["hf_overrides"] = LATENT | {"num_nextn_predict_layers": 1}
+    if is_latent not in _PLAIN:
+        _PLAIN[is_latent] = _batched(lambda **others: make_engine(**options, **others))
+    config = None if is_latent else request.getfixturevalue(f"{method}_config")
+    options |= by_head(method, config)
+    found = CASES[case](lambda **others: draft_all(make_engine(**options, **others)))
+    assert found == _PLAIN[is_latent]
 
 
 @pytest.mark.slow  # instructions and engines alike take their time

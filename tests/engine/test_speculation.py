@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import run_all
-from guesses import AnyTokens, KnownAnswers, by_model, draft_all, guess_with
+from guesses import AnyTokens, KnownAnswers, by_head, by_model, draft_all, guess_with
 from optional_packages import HAS_GRAMMARS
 from relay import Relay
 
@@ -170,15 +170,16 @@ GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
 }
 
 
-@pytest.fixture(params=[*GUESSERS, "a model"])
+@pytest.fixture(params=[*GUESSERS, "a model", "eagle", "eagle3"])
 def make_guessing(
     request: pytest.FixtureRequest, make_engine: MakeEngine, draft_config: Path, plain: Answers
 ) -> MakeEngine:
     """Builds engines that guess."""
-    if request.param == "a model":
-        return lambda **options: draft_all(
-            make_engine(**ENGINE, **by_model(draft_config), **options)
-        )
+    if request.param not in GUESSERS:
+        method, by = str(request.param), by_model(draft_config)
+        if method.startswith("eagle"):
+            by = by_head(method, request.getfixturevalue(f"{method}_config"))
+        return lambda **options: draft_all(make_engine(**ENGINE, **by, **options))
     return lambda **options: guess_with(
         make_engine(**ENGINE, **options), GUESSERS[request.param](plain)
     )

@@ -70,6 +70,12 @@ def by_model(config: Path, most: int = 4) -> dict[str, Any]:
     return {"speculative_config": {"model": str(config), "num_speculative_tokens": most}}
 
 
+def by_head(method: str, config: Path | None = None, most: int = 4) -> dict[str, Any]:
+    """The same of one for which a head drafts: without a config, the target's own."""
+    own = {} if config is None else {"model": str(config)}
+    return {"speculative_config": {"method": method, "num_speculative_tokens": most, **own}}
+
+
 def model_drafts(engine: Engine) -> ModelDrafts:
     """The worker's half of an engine for which a model drafts."""
     found = engine.executor.worker.companions.of(MODELLED)  # type: ignore[attr-defined]

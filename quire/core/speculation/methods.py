@@ -18,7 +18,7 @@ the step that samples there."""
 def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Speculator:
     """A new speculator, which knows nothing of any request yet."""
     least_chance = config.suffix_decoding_min_token_prob if config.method == "suffix" else 0.0
-    modelled = StandingOrders(MODELLED, config.max_tokens) if config.draft_model else None
+    modelled = StandingOrders(MODELLED, config.max_tokens) if config.is_modelled else None
     return Speculator(
         _drafter_of(config) if modelled is None else modelled,
         config.max_tokens,

@@ -25,7 +25,7 @@ from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.speculation.methods import forced_speculator, speculator_of
 from quire.core.step_cost import StepCostModel
-from quire.engine.assembly.drafting import load_drafts
+from quire.engine.assembly.drafting import keep_states, load_drafts
 from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
@@ -238,7 +238,7 @@ def _build_worker(
     exchange = None if group is None else group.exchange
     loaded = load_model(planned, selection.kernels, adapters, exchange)
     model, pooler, images, experts = loaded
-    limits = plan.limits
+    model, limits = keep_states(plan, model), plan.limits
     memory = kv_memory(plan, model)
     residence = residence_of(planned, Held(loaded, memory, adapters, states))
     if group is not None:
@@ -254,7 +254,7 @@ def _build_worker(
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    drafts = load_drafts(planned, selection.kernels, sampler, rows)
+    drafts = load_drafts(planned, model, sampler, rows)
     stored = stored_blocks(planned, memory, states)
     halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, stored)
     companions: list[Companion] = [each for each in halves if each is not None]

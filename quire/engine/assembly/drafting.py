@@ -1,4 +1,5 @@
-"""A model that drafts beside the one that is served: found, judged and loaded as that one is."""
+"""A model or a head that drafts beside the model that is served: found, judged and loaded as that
+one is."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.model_files import find_model
+from quire.engine.assembly.model_files import ModelFiles, find_model
 from quire.engine.assembly.planned_model import DraftFiles, PlannedModel
+from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.speculation import MAX_READ, DraftDeclaration
 from quire.engine.pooling.decision import declare_stored
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, NotAvailableError, QuireError
 from quire.models.declaration import DecoderSpec
+from quire.models.draft_heads import declare_head
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.storage import CheckpointStorage, FormSupport
@@ -22,12 +25,13 @@ from quire.text.files import read_tokenizer_json
 from quire.weights.folder import resolve_model
 
 if TYPE_CHECKING:
-    from quire.kernels.interface import Kernels
+    from quire.nn.decoder import DecoderModel
     from quire.sampling import Sampler
     from quire.spec.companion import ModelDrafts
     from quire.spec.vocabulary import TokenMap
     from quire.worker.rows import RowTable
 
+_QUANTIZATION = "quantization_config"
 Storage = CheckpointStorage | GgufStorage | None
 
 
@@ -40,64 +44,105 @@ def weight_formats(storage: Storage, spec: DecoderSpec, config: EngineConfig) ->
     return formats_at_load(spec, config.quantize_to)
 
 
-def find_draft(config: EngineConfig) -> tuple[DraftFiles, DraftDeclaration] | None:
-    """Find the draft model and read its config; None where no model drafts. Raises a QuireError."""
+def find_draft(
+    config: EngineConfig, files: ModelFiles, target: DecoderSpec
+) -> tuple[DraftFiles, DraftDeclaration] | None:
+    """Find the model or the head that drafts for a target with these files, and read its config;
+    None where none does. Raises a QuireError."""
     wish = config.speculation
-    if wish is None or wish.draft_model is None:
+    if wish is None or not wish.is_modelled:
         return None
     try:
+        if wish.method == "mtp":
+            return _declared(config, files, target)
         own = EngineConfig(
-            model=wish.draft_model,
+            model=str(wish.model),
             revision=wish.revision,
             quantization=wish.quantization,
             download_dir=config.download_dir,
             load_format="dummy" if config.load_format == "dummy" else "auto",
             seed=config.seed,
             kernels=config.kernels,
+            speculative_config=None if wish.head is None else config.speculative_config,
         )
-        files = find_model(own)
-        spec, _ = declare_stored(files)
-        storage = files.storage(spec, own, FormSupport())
+        return _declared(own, find_model(own), target)
     except QuireError as error:
         raise type(error)(f"speculative_config: the draft model: {error}") from error
-    declaration = DraftDeclaration(spec, weight_formats(storage, spec, own))
+
+
+def _declared(
+    own: EngineConfig, files: ModelFiles, target: DecoderSpec
+) -> tuple[DraftFiles, DraftDeclaration]:
+    kind, head = None if own.speculation is None else own.speculation.head, None
+    if kind is None:
+        spec, _ = declare_stored(files)
+    elif files.gguf is not None:
+        raise NotAvailableError(f"method {kind!r} is not available for GGUF files; use safetensors")
+    else:
+        values = {name: each for name, each in files.config.items() if name != _QUANTIZATION}
+        head = declare_head(kind, values, target)
+        spec = head.decoder
+    storage = files.storage(spec, own, FormSupport())
+    declaration = DraftDeclaration(spec, weight_formats(storage, spec, own), head)
     return DraftFiles(own, files, storage), declaration
 
 
+def keep_states(plan: EnginePlan, model: DecoderModel) -> DecoderModel:
+    """Have a target keep hidden states, where a head drafts for it."""
+    if plan.draft is None or plan.draft.head is None:
+        return model
+    from quire.spec.states import KeptStates
+
+    limits = plan.limits
+    width = model.spec.hidden_size
+    return replace(
+        model, keeper=KeptStates(limits.num_blocks, limits.block_size, width, model.dtype)
+    )
+
+
 def load_drafts(
-    planned: PlannedModel, kernels: Kernels, sampler: Sampler, rows: RowTable
+    planned: PlannedModel, model: DecoderModel, sampler: Sampler, rows: RowTable
 ) -> ModelDrafts | None:
-    """Load the draft model and put around it what drafts; None where no model does."""
+    """Load what drafts for a target and put around it what orders come to; None where no model
+    does."""
+    from quire.engine.assembly.heads import load_head
     from quire.engine.assembly.loading import load_model
-    from quire.spec.companion import DraftModel, ModelDrafts
+    from quire.spec.companion import ModelDrafts
     from quire.spec.depth import DraftDepth
+    from quire.spec.model import DraftModel
     from quire.spec.places import DraftPlaces
+    from quire.spec.states import ShiftedRows
     from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.staging import Staging
 
     plan, draft, found = planned.plan, planned.plan.draft, planned.draft
     if draft is None or found is None:
         return None
-    tokens = _token_map(planned, found, draft.spec)
+    kernels = model.kernels
     limits = replace(plan.limits, max_model_len=min(draft.max_len, plan.limits.max_model_len))
     own_plan = replace(
         plan, config=found.config, spec=draft.spec, formats=draft.formats, limits=limits,
         pooling=None, images=None, adapters=None, experts=None, draft=None,
     )  # fmt: skip
     own = PlannedModel(own_plan, found.files, found.storage)
-    decoder = load_model(own, kernels, None).decoder
+    head = None
+    if draft.head is None:
+        tokens = _token_map(planned, found, draft.spec)
+        decoder = load_model(own, kernels, None).decoder
+    else:
+        decoder, tokens, head = load_head(own, draft.head, model)
     num_blocks = limits.num_blocks + limits.max_num_seqs * draft.blocks_per_row
     shape = PoolShape(num_blocks, limits.block_size, plan.kv_format)
     memory = KVMemory(draft.spec.kv_layers, shape, kernels.device)
     stage = Staging(kernels.device)
     places = DraftPlaces(
-        rows, limits.num_blocks, draft.blocks_per_row,
+        rows if head is None else ShiftedRows(rows), limits.num_blocks, draft.blocks_per_row,
         partial(memory.copy_blocks, kernels=kernels, stage=stage),
     )  # fmt: skip
-    model = DraftModel(
-        decoder, memory.caches, tokens, sampler, stage, limits.max_model_len, max_read=MAX_READ
+    drafting = DraftModel(
+        decoder, memory.caches, tokens, sampler, stage, limits.max_model_len, MAX_READ, head
     )
-    drafts = ModelDrafts(model, rows, places, DraftDepth())
+    drafts = ModelDrafts(drafting, rows, places, DraftDepth())
     drafts.warm_up()
     return drafts
 

@@ -56,7 +56,7 @@ def load_model(
 
     plan = planned.plan
     cache = planned.packed_cache if kernels.name == "cpu" else None
-    with _sources(planned) as (weights, quantize), _expert_store(planned, kernels) as store:
+    with sources(planned) as (weights, quantize), _expert_store(planned, kernels) as store:
         packed = weights if cache is None else cache.over(weights)
         model = build_decoder(
             plan.spec,
@@ -163,7 +163,7 @@ def _image_table(
 
 
 @contextmanager
-def _sources(
+def sources(
     planned: PlannedModel,
 ) -> Iterator[tuple[WeightSource, Callable[[FloatLinears], LinearLoader]]]:
     """Yield where the weights come from, and how projections are loaded from there."""

@@ -51,7 +51,9 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     spec, pooling, generates = declare_model(config, files)
     storage = files.storage(spec, config, _form_support(machine))
     formats = weight_formats(storage, spec, config)
-    draft_files, draft = find_draft(config) or (None, None)
+    draft_files, draft = find_draft(config, files, spec) or (None, None)
+    if draft is not None and draft.head is not None:
+        spec = replace(spec, kept=draft.head.kept)
     processing = files.image_processing(spec, config)
     plan = resolve(
         config, spec, machine, formats, pooling, generates=generates, processing=processing,

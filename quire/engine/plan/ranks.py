@@ -34,8 +34,7 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
         f"{spec.architecture}, which reads images,": spec.vision is not None,
         f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
         f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
-        "a draft model": config.speculation is not None
-        and config.speculation.method == "draft_model",
+        "a draft model": config.speculation is not None and config.speculation.is_modelled,
         "device='cuda'": config.device == "cuda",
         # torch's products, whose bits depend on how many outputs a weight has
         f"kernels={config.kernels!r}": config.kernels not in ("auto", "cpu"),

@@ -11,7 +11,9 @@ from quire.config.limits import SchedulerLimits
 from quire.engine.plan.memory import workspace_bytes
 from quire.errors import ConfigError, NotAvailableError
 from quire.models.declaration import DecoderSpec
+from quire.models.draft_heads import HeadSpec
 from quire.models.kv_layout import KVLayout
+from quire.models.tensors import DTYPE_BYTES
 from quire.quant.formats import WeightFormats
 
 MAX_READ = 512
@@ -24,6 +26,8 @@ class DraftDeclaration(NamedTuple):
 
     spec: DecoderSpec
     formats: WeightFormats
+    head: HeadSpec | None = None
+    """Where it reads the target's hidden states; `spec` is its decoder."""
 
 
 class DraftPlan(NamedTuple):
@@ -40,6 +44,8 @@ class DraftPlan(NamedTuple):
     num_bytes: int
     """Of all that does not grow with the pool: weights, the rows' own blocks, temporary tensors."""
     reason: str
+    head: HeadSpec | None
+    """As declared."""
 
 
 def decisions(engine: EngineConfig) -> Iterator[tuple[str, str, str]]:
@@ -47,14 +53,16 @@ def decisions(engine: EngineConfig) -> Iterator[tuple[str, str, str]]:
     config = engine.speculation
     if config is None:
         return
-    if config.draft_model is not None and engine.device == "cuda":
+    if config.is_modelled and engine.device == "cuda":
         raise ConfigError(
             f"speculative_config: method {config.method!r} is for the CPU as yet; take "
             "device='cpu', or method 'suffix' or 'ngram'"
         )
     source = "the request's own text"
-    if config.draft_model is not None:
-        source = f"a model, {config.draft_model}"
+    if config.method == "mtp":
+        source = "the model's own layer for further tokens"
+    elif config.is_modelled:
+        source = f"a {'head' if config.head else 'model'}, {config.model}"
     elif config.method == "suffix" and config.suffix_decoding_max_cached_requests:
         source += " and recent outputs of its tenant"
     yield (
@@ -77,27 +85,35 @@ def plan_draft(
     if config is None or declaration is None:
         return None
     spec, (dtype, kv_format) = declaration.spec, formats
-    if spec.is_encoder or spec.head is None or spec.vision is not None:
+    head = declaration.head
+    if head is None and (spec.is_encoder or spec.head is None or spec.vision is not None):
         raise ConfigError(
             f"speculative_config: model={config.model!r} ({spec.architecture}) cannot draft: that "
             "takes a model of text alone that makes text"
         )
     if layout.windows[0] is not None:
         raise NotAvailableError(
-            "speculative_config: method 'draft_model' is not available for models all of whose "
-            "layers have sliding windows; use 'suffix' or 'ngram'"
+            f"speculative_config: method {config.method!r} is not available for models all of "
+            "whose layers have sliding windows; use 'suffix' or 'ngram'"
         )
     size = limits.block_size
     layers = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
     blocks_per_row = ceil_div(size - 1 + config.max_tokens, size)
     weight_bytes = declaration.formats.weight_bytes(spec, dtype)
+    state_bytes = 0
+    if head is not None:
+        state_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
+        if head.fuse is not None:
+            weight_bytes += head.fuse.weight.num_elements * DTYPE_BYTES[dtype]
     own_bytes = limits.max_num_seqs * blocks_per_row * layers * size
     num_bytes = weight_bytes + own_bytes + workspace_bytes(spec, MAX_READ, limits.max_num_seqs)
+    states = f" and {format_bytes(state_bytes)} beside it" if head is not None else ""
     reason = (
-        f"{format_bytes(weight_bytes)} of weights; {format_bytes(layers)} a token in the KV cache, "
-        f"and {format_bytes(own_bytes)} for tokens that are drafted"
+        f"{format_bytes(weight_bytes)} of weights; {format_bytes(layers)} a token in the KV cache"
+        f"{states}, and {format_bytes(own_bytes)} for tokens that are drafted"
     )
     longest = min(config.max_model_len or spec.max_context_len, spec.max_context_len)
     return DraftPlan(
-        spec, declaration.formats, longest, blocks_per_row, layers * size, num_bytes, reason
-    )
+        spec, declaration.formats, longest, blocks_per_row, (layers + state_bytes) * size,
+        num_bytes, reason, head,
+    )  # fmt: skip

@@ -52,7 +52,7 @@ def plan_tiers(
     if not config.enable_prefix_caching or spec.is_encoder:
         why = "the model keeps nothing of a text" if spec.is_encoder else "it is off"
         raise ConfigError(f"{given} extends the prefix cache, and {why}; leave it out")
-    if config.speculation is not None and config.speculation.method == "draft_model":
+    if config.speculation is not None and config.speculation.is_modelled:
         raise NotAvailableError(
             f"{given} is not available beside a draft model yet, whose own keys and values would "
             "not be kept; take the method 'suffix' or 'ngram', or leave it out"

@@ -6,7 +6,11 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.cpu import attention, elementwise, experts, linear, lora, program
+from quire.kernels.interface import ForwardPass, Weights
+from quire.kernels.interpreter import Interpreter
 from quire.kernels.reference import elementwise as reference_elementwise
+from quire.program.operations import Program
+from quire.program.passes import select_wanted
 
 
 class CpuKernels:
@@ -45,4 +49,9 @@ class CpuKernels:
     paged_attention = staticmethod(attention.paged_attention)
     bidirectional_attention = staticmethod(attention.bidirectional_attention)
     reasons_against = staticmethod(program.reasons_against)
-    compile = program.NativeProgram
+
+    def compile(self, whole: Program, weights: Weights) -> ForwardPass:
+        """See `Kernels.compile`."""
+        if any(isinstance(each, program.ONE_BY_ONE) for each in whole.operations):
+            return Interpreter(whole, select_wanted(whole), weights, self)
+        return program.NativeProgram(whole, weights)

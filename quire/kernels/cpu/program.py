@@ -53,6 +53,9 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.Gather: 19, ops.EmbedGathered: 20,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
+ONE_BY_ONE = (ops.Join,)
+"""Operations that the extension does not have: a program with any of them is interpreted, with the
+extension's kernels for the others."""
 NO_FIELDS: dict[str, Any] = {
     "table": None, "of_positions": False, "factor": 1.0, "norm": None, "key_norm": None,
     "weight": None, "first_output": 0, "number": -1, "activation": 0, "heads": (0, 0, 1), "rope": 0,
@@ -67,7 +70,9 @@ NO_FIELDS: dict[str, Any] = {
 def reasons_against(program: Program) -> list[str]:
     """See `Kernels.reasons_against`."""
     unknown = {
-        type(each).__name__ for each in _fused(program).operations if type(each) not in KINDS
+        type(each).__name__
+        for each in _fused(program).operations
+        if type(each) not in KINDS and not isinstance(each, ONE_BY_ONE)
     }
     attends = [each for each in program.operations if isinstance(each, ops.Attend | ops.AttendAll)]
     sizes = {each.heads.head_dim for each in attends}
