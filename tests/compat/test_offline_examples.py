@@ -460,8 +460,8 @@ Call = Callable[[LLM], object]
         ),
         (lambda llm: LLM(MODEL, task="embed"), "task='embed' is not available"),
         (
-            lambda llm: LLM(MODEL, speculative_config={"method": "eagle3", "model": "x"}),
-            "speculative_config: method 'eagle3' is not available",
+            lambda llm: LLM(MODEL, speculative_config={"method": "medusa", "model": "x"}),
+            "speculative_config: method 'medusa' is not available",
         ),
         (lambda llm: LLM(MODEL, default_mm_loras={"image": "x"}), "default_mm_loras"),
         (lambda llm: LLM(MODEL, enable_sleep_mode=True), "enable_sleep_mode=True is not available"),

@@ -31,6 +31,7 @@ OTHERS: dict[str, Any] = {
     "request_id": "a",
     "prompt_token_ids": (5, 6),
     "content_ids": (5, -7),
+    "undivided": ((0, 2),),
     "sampling": RowSampling(
         seed=2**64 - 1, min_p=0.25, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)),
         num_logprobs=-1,

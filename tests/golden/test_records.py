@@ -98,6 +98,7 @@ def test_every_record_belongs_to_a_case(records: Records) -> None:
 
 
 READ_IMAGES = {
+    "Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -105,7 +106,7 @@ READ_IMAGES = {
     "Qwen3VLForConditionalGeneration",
 }
 """Their pixels come from Pillow, whose resizing may round differently in another version; their
-language models are those of Llama, Qwen2 and Qwen3, which are recorded."""
+language models are those of Gemma 3, Llama, Qwen2 and Qwen3, which are recorded."""
 
 
 def test_every_family_and_kv_format_is_recorded() -> None:

@@ -130,7 +130,7 @@ def test_every_route_judges_its_query(server: RunningServer) -> None:
             for method in sorted((operation.methods or set()) - {"HEAD"}):
                 for value in (
                     "%C2%B2",
-                    "9" * 900,
+                    "9" * 500,
                     "-1",
                     "%00",
                     "",
@@ -145,7 +145,7 @@ def test_every_route_judges_its_query(server: RunningServer) -> None:
                     )
                     assert answer.status_code < 500, (method, path, value, answer.text)
                     num_judged += 1
-                    if operation.query_kind.__struct_fields__ and value in ("%C2%B2", "9" * 900):
+                    if operation.query_kind.__struct_fields__ and value in ("%C2%B2", "9" * 500):
                         assert answer.status_code == 400, (method, path, value)
     assert num_judged > 250
 

@@ -4,6 +4,7 @@ is lost, a control plane that starts over, images that take too long."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,8 @@ NUM_ROWS, SIZE = 4, 4
 
 class Tower:
     """Stands for a model: a stage, and a row of the image's first grey level for each place."""
+
+    spec = SimpleNamespace(sees_whole=False)
 
     def __init__(self) -> None:
         self.begun: list[str] = []

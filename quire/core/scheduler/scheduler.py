@@ -90,10 +90,9 @@ class Scheduler:
             self.admission.running,
         )
         self.requests: dict[str, Request] = {}
-        self.stats = SchedulerStats()
         self._num_arrivals = 0
         self.planner = StepPlanner(
-            limits, self.blocks, self.admission, self.stats, pace, look_ahead
+            limits, self.blocks, self.admission, SchedulerStats(), pace, look_ahead
         )
         self.flights = self.planner.flights
         self._progress: list[Progress] = []
@@ -154,6 +153,15 @@ class Scheduler:
         for request in requests:
             self.fail(request.request_id, message)
         return self._progress
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counts of steps and of what came of them, kept in one place: the planner's."""
+        return self.planner.stats
+
+    @stats.setter
+    def stats(self, stats: SchedulerStats) -> None:
+        self.planner.stats = stats
 
     @property
     def look_ahead(self) -> LookAhead | None:

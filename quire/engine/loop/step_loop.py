@@ -281,7 +281,7 @@ class StepLoop:
             request.error = request.error or message
         stats, version = self.scheduler.stats, self.scheduler.weight_version
         self.scheduler = self._new_scheduler()
-        self.scheduler.stats = self.scheduler.planner.stats = stats
+        self.scheduler.stats = stats
         self.scheduler.planner.weight_version = version
         if self.recorder is not None:
             self.record_steps()
