@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.common.residence import check_level, check_parts
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
 from quire.core.request_spec import RequestSpec
@@ -208,6 +209,12 @@ class FakeClient(Client):
 
     async def inspect_block(self, block: int, step: int, replica: int = 0) -> BlockContent | None:
         return self.content
+
+    async def sleep(self, level: int = 1) -> None:
+        check_level(level)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        check_parts(tags)
 
     async def drain(self, timeout_s: float) -> bool:
         return True
