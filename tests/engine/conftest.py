@@ -98,7 +98,7 @@ def _num_draft_rows(speculative: Mapping[str, Any] | None) -> int:
     token, states of the target included."""
     if speculative is None:
         return 0
-    num_state_rows = TINY_LLAMA["hidden_size"] // TINY_LLAMA["head_dim"]  # type: ignore[operator]
+    num_state_rows: int = TINY_LLAMA["hidden_size"] // TINY_LLAMA["head_dim"]  # type: ignore[operator]
     if speculative.get("method") == "mtp":
         return 2 * num_state_rows  # its latents are as long as its states
     if "model" not in speculative:

@@ -168,6 +168,7 @@ def test_calls_on_a_channel_have_their_form(
     mode: Mode, form: StructuredOutputsParams | None
 ) -> None:
     """Behind reasoning and remarks; where no call is demanded, a text may come in its place."""
+    assert isinstance(JSON.json, dict)
     function = Function(name="f", parameters=JSON.json, strict=True)
     demand = Demand(mode=mode, names={"f"} if mode == "named" else None)
     settled = asyncio.run(
