@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,14 @@ def test_a_second_process_reads_what_the_first_one_writes(
 ) -> None:
     monkeypatch.setattr(companion, "_REFRESH_S", 0.01)
     writer = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
-    reader = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
     expected = answers(writer)
+    for _ in range(200):  # its thread takes the writer's lock when it comes to run
+        if stats_of(writer).num_kept_blocks:
+            break
+        time.sleep(0.05)
+        writer.reset_prefix_cache()
+        answers(writer)
+    reader = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
     for _ in range(200):
         reader.reset_prefix_cache()
         assert answers(reader) == expected
