@@ -3,7 +3,7 @@ again.
 
 A name is no identity: what is encoded and cached is known by the digest of its pixels alone. Here a
 name leads to the image that was last read under it, for those of the same scope (a tenant, a
-`cache_salt`) and the same settings of the processor; nobody reaches another one's images. Bounded:
+`cache_salt`) and the same settings of the processor; no tenant reaches another's images. Bounded:
 what was used least recently is forgotten first.
 """
 

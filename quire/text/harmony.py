@@ -2,10 +2,10 @@
 
 An answer goes on behind `<|start|>assistant`. Each of its messages is a header (a channel, for a
 call a recipient, perhaps a content type), `<|message|>` and a body. The channel `analysis` is
-reasoning; `final`, and `commentary` to nobody, are text; a message to `functions.NAME` is a call
-whose body is its arguments. What is none of these, or is read by no one in this request, is given
-back as it was written. A message ends where another one begins, so that a body may spell a mark's
-name. What is given does not depend on how the text was cut into pieces, and costs O(text).
+reasoning; `final`, and `commentary` without a recipient, are text; a message to `functions.NAME` is
+a call whose body is its arguments. What is none of these, or is read by no one in this request, is
+given back as it was written. A message ends where another one begins, so that a body may spell a
+mark's name. What is given does not depend on how the text was cut into pieces, and costs O(text).
 """
 
 from __future__ import annotations
