@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := passive
 # The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: site demo test test-slow test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
+.PHONY: package site demo test test-slow test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
@@ -49,6 +49,12 @@ check: $(VENV)/.dev  ## Lint, formatting, types, and the links of the site
 
 site: $(VENV)/.dev  ## The documentation as a site, in build/site; fails at a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+package: $(VENV)/.python  ## Wheel and sdist in dist/, the wheel built from the sdist, both checked; tools/measure_install.py measures them
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tools/check_package.py dist/*
 
 asan: $(VENV)/.dev  ## The native kernels' tests under the address and undefined-behaviour sanitizers
 	OMP_NUM_THREADS=2 sh tools/sanitize.sh $(BIN)/python

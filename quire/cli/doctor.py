@@ -29,9 +29,9 @@ Status = Literal["ok", "warning", "failure"]
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
 OPTIONAL = {
-    "starlette": "for quire serve and quire route: pip install 'quire[serve]'",
-    "pillow": "for images: pip install 'quire[images]'",
-    "triton": "for GPU kernels: pip install 'quire[gpu]'",
+    "starlette": "for quire serve and quire route: pip install 'quire-llm[serve]'",
+    "pillow": "for images: pip install 'quire-llm[images]'",
+    "triton": "for GPU kernels: pip install 'quire-llm[gpu]'",
     "transformers": "for benchmarks against it",
 }
 _ISA_FLAGS = (

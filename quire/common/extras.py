@@ -23,5 +23,5 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"{what} needs the package {package}, which is not installed: "
-            f"pip install 'quire[{extra}]'"
+            f"pip install 'quire-llm[{extra}]'"
         ) from error

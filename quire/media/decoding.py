@@ -43,7 +43,7 @@ def pillow() -> ModuleType:
         from PIL import Image
     except ImportError:
         raise NotAvailableError(
-            "images are decoded by Pillow, which is not installed: pip install 'quire[images]'"
+            "images are decoded by Pillow, which is not installed: pip install 'quire-llm[images]'"
         ) from None
     return Image
 

@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
     with (
-        pytest.raises(ConfigError, match=r"needs the package surely_absent.*'quire\[serve\]'"),
+        pytest.raises(ConfigError, match=r"needs the package surely_absent.*'quire-llm\[serve\]'"),
         needs_extra("quire serve", "serve"),
     ):
         import_module("surely_absent.part")

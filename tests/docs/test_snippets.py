@@ -106,7 +106,7 @@ def _check_pip(words: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert words[1] == "install"
     for word in words[2:]:
-        extra = re.fullmatch(r"quire\[(\w+)\]", word)
+        extra = re.fullmatch(r"quire-llm\[(\w+)\]", word)
         assert (
             word.partition("[")[0] in {".", "-e"}
             or word.startswith("--")

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of generations: one a request, with its waiting, its prompt and its answer as
 spans within.
 
-Optional: without the packages (`pip install quire[otel]`) or without the standard environment
+Optional: without the packages (`pip install quire-llm[otel]`) or without the standard environment
 (`OTEL_TRACES_EXPORTER`, `OTEL_EXPORTER_OTLP_ENDPOINT`, ...) nothing is traced and nothing is
 imported. Names follow OpenTelemetry's semantic conventions for generative AI; where they have none,
 `gen_ai.latency.*` as vLLM has them, and `quire.*`. A W3C `traceparent` that a request came with is
@@ -54,7 +54,8 @@ def provider_of(environment: Mapping[str, str]) -> TracerProvider | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"OTEL_* asks for traces, but {error.name} is not installed: pip install 'quire[otel]'"
+            f"OTEL_* asks for traces, but {error.name} is not installed: "
+            "pip install 'quire-llm[otel]'"
         ) from None
     provider = TracerProvider(
         resource=Resource.create({"service.name": environment.get("OTEL_SERVICE_NAME", "quire")})
@@ -82,7 +83,8 @@ def _exporter(name: str, environment: Mapping[str, str]) -> Any:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"OTEL_* asks for traces, but {error.name} is not installed: pip install 'quire[otel]'"
+            f"OTEL_* asks for traces, but {error.name} is not installed: "
+            "pip install 'quire-llm[otel]'"
         ) from None
     return OTLPSpanExporter()
 
