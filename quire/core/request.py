@@ -67,6 +67,8 @@ class RequestMetrics:
     finished_s: float | None = None
     num_prefix_hit_tokens: int = 0
     """Prompt tokens that were not computed because the cache held them, at first admission."""
+    num_cache_write_tokens: int = 0
+    """Prompt tokens that it has computed and that the cache holds since, in whole blocks."""
     num_preemptions: int = 0
     num_prefill_chunks: int = 0
     waited_for: str | None = None

@@ -194,7 +194,20 @@ class KVBlocks:
         )
         if sequence.request.scoring is not None:
             self._attach_records(sequence, first)
+        if first * self.manager.block_size < sequence.num_prompt_tokens:
+            self._count_written(sequence)
         return merged
+
+    def _count_written(self, sequence: Sequence) -> None:
+        """Count prompt tokens that the cache holds by now and did not hold before the request; not
+        those of the block that the answer fills, so that the count is known with the first token.
+        """
+        metrics, table, size = sequence.request.metrics, sequence.table, self.manager.block_size
+        # where publishing has ended, the last place's digest is taken by other content
+        num_places = table.num_chained - (table.chain is None)
+        end = min(num_places, sequence.num_prompt_tokens // size) * size
+        num_written = end - metrics.num_prefix_hit_tokens
+        metrics.num_cache_write_tokens = max(metrics.num_cache_write_tokens, num_written)
 
     def _attach_records(self, sequence: Sequence, first: int) -> None:
         size, records = self.manager.block_size, sequence.request.prompt_logprobs

@@ -132,6 +132,11 @@ class RequestOutput:
         return self.metrics.num_prefix_hit_tokens
 
     @property
+    def num_cache_write_tokens(self) -> int:
+        """Prompt tokens that were computed and that the prefix cache holds since."""
+        return self.metrics.num_cache_write_tokens
+
+    @property
     def encoder_prompt(self) -> None:
         """None, as the next: models that generate text have no encoder."""
 

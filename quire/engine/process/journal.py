@@ -146,6 +146,9 @@ class JournalEntry:
                 served.waited_for,
                 served.num_waited_steps,
             )
+        metrics.num_cache_write_tokens = max(
+            metrics.num_cache_write_tokens, served.num_cache_write_tokens
+        )
         metrics.num_prefill_chunks = served.num_prefill_chunks
         metrics.num_preemptions = self._num_earlier_preemptions + served.num_preemptions
         # of the engine that ended it; what an engine that was lost had drafted is not known

@@ -20,7 +20,7 @@ from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"
@@ -165,6 +165,7 @@ class ServeStats(_TaggedMessage, frozen=True, array_like=True):
 
     first_scheduled_s: float | None
     num_prefix_hit_tokens: int
+    num_cache_write_tokens: int
     num_preemptions: int
     num_prefill_chunks: int
     waited_for: str | None

@@ -252,6 +252,7 @@ def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDe
         served=ServeStats(
             metrics.first_scheduled_s,
             metrics.num_prefix_hit_tokens,
+            metrics.num_cache_write_tokens,
             metrics.num_preemptions,
             metrics.num_prefill_chunks,
             metrics.waited_for,

@@ -236,12 +236,11 @@ def _shown(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    cached = usage.num_cached_tokens
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {
-            "cached_tokens": cached,
-            "cache_write_tokens": usage.num_prompt_tokens - cached,
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_cache_write_tokens,
         },
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},

@@ -90,6 +90,8 @@ class Usage:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_cache_write_tokens: int = 0
+    """Of the prompts, computed and in the cache since."""
     num_output_tokens: int = 0
     num_accepted_tokens: int = 0
     """Of ended jobs: output tokens that were drafted, as the next."""
@@ -396,10 +398,9 @@ class GenerationRun:
     def _count(self, number: int, progress: _JobProgress, output: RequestOutput) -> None:
         metrics = self._generator.metrics
         if progress.metrics is None:
-            metrics.prompt_computed(
-                len(output.prompt_token_ids), output.metrics.num_prefix_hit_tokens
-            )
-            self._usage.num_cached_tokens += output.metrics.num_prefix_hit_tokens
+            metrics.prompt_computed(output)
+            self._usage.num_cached_tokens += output.num_cached_tokens
+            self._usage.num_cache_write_tokens += output.num_cache_write_tokens
         progress.metrics = output.metrics
         self._call.weight_version = output.weight_version
         is_delta = self._jobs[number].params.output_kind is RequestOutputKind.DELTA
@@ -448,11 +449,12 @@ class GenerationRun:
             )
 
     def _book(self, progress: _JobProgress) -> None:
-        num_cached = progress.metrics.num_prefix_hit_tokens if progress.metrics is not None else 0
+        metrics = progress.metrics or RequestMetrics()
         self._generator.admission.charge(
             self._call.tenant,
             num_output_tokens=sum(progress.num_tokens.values()),
-            num_cached_tokens=num_cached,
+            num_cached_tokens=metrics.num_prefix_hit_tokens,
+            num_cache_write_tokens=metrics.num_cache_write_tokens,
         )
 
     def _fail(self, error: BaseException) -> None:

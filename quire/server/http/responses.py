@@ -250,6 +250,7 @@ def timings(
         "total_ms": span_ms(metrics.arrival_s, metrics.finished_s or metrics.last_token_s),
         "tokens_per_second": rate if rate is None else round(rate, 3),
         "cached_tokens": metrics.num_prefix_hit_tokens,
+        "cache_write_tokens": metrics.num_cache_write_tokens,
         "weight_versions": list(metrics.weight_versions),
         "prefill_chunks": metrics.num_prefill_chunks,
         "preemptions": metrics.num_preemptions,

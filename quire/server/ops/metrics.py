@@ -132,6 +132,7 @@ _HISTOGRAMS = {
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens.",
     "prompt_tokens_cached": "Prompt tokens that the prefix cache held.",
+    "prompt_tokens_cache_write": "Prompt tokens that the prefix cache holds since.",
     "generation_tokens": "Output tokens.",
 }
 _SAME = {
@@ -229,11 +230,12 @@ class Metrics:
         if code == NOT_FINITE_CODE:
             self._corrupted.inc()
 
-    def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
+    def prompt_computed(self, output: RequestOutput) -> None:
         """Count a request's prompt, which is in the KV cache: its first output is there."""
         counts = self._counts
-        counts["prompt_tokens"] += num_tokens
-        counts["prompt_tokens_cached"] += num_cached
+        counts["prompt_tokens"] += len(output.prompt_token_ids)
+        counts["prompt_tokens_cached"] += output.num_cached_tokens
+        counts["prompt_tokens_cache_write"] += output.num_cache_write_tokens
 
     def generated(self, num_tokens: int) -> None:
         """Output tokens came: a stream's as they are made, others at their end."""
@@ -579,6 +581,7 @@ class _Live(Collector):
             "refused_requests": lambda name: self._admission.uses[name].num_refused,
             "prompt_tokens": lambda name: self._admission.uses[name].num_prompt_tokens,
             "cached_tokens": lambda name: self._admission.uses[name].num_cached_tokens,
+            "cache_write_tokens": lambda name: self._admission.uses[name].num_cache_write_tokens,
             "generation_tokens": lambda name: self._admission.uses[name].num_output_tokens,
         }
         for what, count in counts.items():

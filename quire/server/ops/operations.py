@@ -105,6 +105,7 @@ class Operations:
             "in_flight": use.num_in_flight,
             "prompt_tokens": use.num_prompt_tokens,
             "cached_tokens": use.num_cached_tokens,
+            "cache_write_tokens": use.num_cache_write_tokens,
             "completion_tokens": use.num_output_tokens,
             "limits": {
                 "weight": tenant.weight,

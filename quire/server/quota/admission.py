@@ -50,6 +50,7 @@ class TenantUse:
     num_in_flight: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_cache_write_tokens: int = 0
     num_output_tokens: int = 0
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
@@ -163,12 +164,20 @@ class AdmissionControl:
         use.num_in_flight -= 1
         use.durations_s.append(now - ticket.admitted_s)
 
-    def charge(self, tenant: Tenant, *, num_output_tokens: int, num_cached_tokens: int = 0) -> None:
+    def charge(
+        self,
+        tenant: Tenant,
+        *,
+        num_output_tokens: int,
+        num_cached_tokens: int = 0,
+        num_cache_write_tokens: int = 0,
+    ) -> None:
         """Book what an answer cost. Cached prompt tokens are given back to the tenant's rate:
         they were not computed."""
         use = self.uses[tenant.name]
         use.num_output_tokens += num_output_tokens
         use.num_cached_tokens += num_cached_tokens
+        use.num_cache_write_tokens += num_cache_write_tokens
         use.tokens.use(num_output_tokens - num_cached_tokens)
 
     def is_queued(self, ticket: Ticket) -> bool:

@@ -193,6 +193,19 @@ def test_a_second_request_with_the_same_prefix_computes_only_the_rest(harness: H
     run.check(request)
 
 
+def test_prompt_tokens_are_counted_as_written_once_in_whole_blocks(harness: Harness) -> None:
+    run = harness()
+    prompt = list(range(22))
+    first = run.add("a", prompt)
+    run.run()
+    assert first.metrics.num_cache_write_tokens == 20
+    same, longer = run.add("b", prompt), run.add("c", [*prompt, *range(50, 60)])
+    run.run()
+    assert same.metrics.num_cache_write_tokens == 0
+    cached = longer.metrics.num_prefix_hit_tokens
+    assert cached + longer.metrics.num_cache_write_tokens == 32, "of a block, what was not copied"
+
+
 def test_prompts_of_equal_tokens_share_only_what_has_the_same_content(harness: Harness) -> None:
     run = harness()
     image, other = [-5, -6, -7, -8, -9, -10], [-5, -6, -7, -8, -9, -11]

@@ -72,7 +72,9 @@ def run(
     (last,) = [event for event in events if event.type == "message_delta"]
     assert last.context_management == whole.context_management
     counted = claude.beta.messages.count_tokens(**fields)
-    used = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+    usage = whole.usage
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    used = usage.input_tokens + cached
     assert counted.input_tokens == used and counted.context_management is not None
     applied = [each.model_dump() for each in whole.context_management.applied_edits]
     return used, counted.context_management.original_input_tokens, applied

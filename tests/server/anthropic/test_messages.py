@@ -47,12 +47,17 @@ def test_an_answer(claude: anthropic.Anthropic) -> None:
     answer = ask(claude)
     assert (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "max_tokens")
     assert answer.content[0].text and answer.usage.output_tokens == 6
+    cold = answer.usage
     again = ask(claude)
     assert again.content[0].text == answer.content[0].text
     usage = again.usage
     assert usage.cache_read_input_tokens > 0
     count = claude.messages.count_tokens(model=MODEL, messages=CAT).input_tokens
-    assert count == usage.input_tokens + usage.cache_read_input_tokens
+    for each in (cold, usage):
+        read, written = each.cache_read_input_tokens, each.cache_creation_input_tokens
+        assert count == each.input_tokens + read + written
+    assert usage.cache_creation_input_tokens == 0, "all whole blocks were there"
+    assert usage.input_tokens < 16
 
 
 def test_stop_sequences_and_system(claude: anthropic.Anthropic) -> None:
@@ -289,10 +294,8 @@ def test_a_model_that_does_not_think_answers_and_says_that_thinking_had_no_effec
     count = http.post(
         "/v1/messages/count_tokens", json={"messages": CAT, "model": MODEL, "thinking": thinking}
     ).json()
-    assert (
-        count["input_tokens"]
-        == plain["usage"]["input_tokens"] + plain["usage"]["cache_read_input_tokens"]
-    )
+    parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    assert count["input_tokens"] == sum(plain["usage"][name] for name in parts)
 
 
 def test_what_agents_send_by_default_changes_nothing(claude: anthropic.Anthropic) -> None:

@@ -374,11 +374,13 @@ def _asked_form(body: CountRequest) -> list[Asked]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Cached tokens are counted apart, as Anthropic does."""
+    """Tokens read from the cache and written to it are counted apart, as Anthropic does: the three
+    together are the prompt."""
+    num_read, num_written = usage.num_cached_tokens, usage.num_cache_write_tokens
     return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-        "cache_read_input_tokens": usage.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.num_prompt_tokens - num_read - num_written,
+        "cache_read_input_tokens": num_read,
+        "cache_creation_input_tokens": num_written,
         "output_tokens": usage.num_output_tokens,
     }
 

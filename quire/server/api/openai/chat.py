@@ -266,6 +266,7 @@ def usage_body(usage: Usage, num_reasoning_tokens: int = 0) -> dict[str, Any]:
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {
             "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_cache_write_tokens,
             "audio_tokens": 0,
             "image_tokens": usage.num_image_tokens,
         },

@@ -487,7 +487,10 @@ def _shown(function: Function) -> dict[str, Any]:
 def _usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_cache_write_tokens,
+        },
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
