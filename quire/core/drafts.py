@@ -29,6 +29,10 @@ class Drafted(NamedTuple):
     seconds: float = 0.0
     """What drafting took after the step, in which a draft is made whether it is used or not: of all
     rows, said with the first."""
+    read_s: float = 0.0
+    """Of that, what it took to catch up with tokens that had been known before, likewise said with
+    the first; `num_read` is how many these were."""
+    num_read: int = 0
 
 
 MODELLED = "modelled tokens"

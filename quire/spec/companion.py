@@ -115,6 +115,10 @@ class ModelDrafts:
         """Of rows with an order that may gain tokens in this step, the end of their work."""
         self._num_rows, self._is_decoding, self._began_s = 0, False, 0.0
         self._has_failed = False
+        self._num_come: dict[int, int] = {}
+        """By row, the tokens that came since its last draft."""
+        self._num_read, self._read_s = 0, 0.0
+        """Tokens of this step that were caught up with, and what that took."""
         self.num_drafted = 0
         """Tokens, since the start."""
 
@@ -161,10 +165,13 @@ class ModelDrafts:
             self.depth.measured_step(time.perf_counter() - self._began_s)
         began_s = time.perf_counter()
         try:
+            self._num_read, self._read_s = 0, 0.0
             records = [line.record for line in self._draft_all()]
             if records:
                 seconds = time.perf_counter() - began_s
-                records[0] = records[0]._replace(seconds=seconds)
+                records[0] = records[0]._replace(
+                    seconds=seconds, read_s=self._read_s, num_read=self._num_read
+                )
             return tuple(records)
         except Exception as error:  # answers need no drafts
             log_failure(logger, "a draft model failed; nothing is drafted any more", error)
@@ -178,13 +185,14 @@ class ModelDrafts:
         self._most.pop(row, None)
         self._last.pop(row, None)
         self._own.pop(row, None)
+        self._num_come.pop(row, None)
 
     def _draft_all(self) -> list[_Line]:
         """Draft for all rows that sampled, a token of each at a time."""
         lines = self._lines()
         if not lines:
             return []
-        states = self._forward(lines)
+        states = self._forward_first(lines)
         is_drafted = [line.most > 0 for line in lines]
         active = [line for line in lines if line.most]
         if len(active) < len(lines):
@@ -211,6 +219,16 @@ class ModelDrafts:
         self.num_drafted += sum(len(line.drafted) for line in lines)
         return lines
 
+    def _forward_first(self, lines: Sequence[_Line]) -> Tensor:
+        """`_forward`, measuring what of it is catching up: all but a token of each row, or those
+        that the last step has brought."""
+        num_tokens, began_s = sum(line.end - line.span.first for line in lines), time.perf_counter()
+        states = self._forward(lines)
+        num_new = sum(1 + self._num_come.get(line.span.row, 0) for line in lines)
+        self._num_read = max(0, num_tokens - num_new)
+        self._read_s = (time.perf_counter() - began_s) * self._num_read / max(1, num_tokens)
+        return states
+
     def _lines(self) -> list[_Line]:
         """The rows that are drafted now, or caught up with, as far as a step has time for it."""
         lines, room, size = [], self._draft.max_read, self._rows.block_size
@@ -235,9 +253,11 @@ class ModelDrafts:
     def _judge(self, row: int, known: NDArray[np.integer[Any]]) -> None:
         """Learn from what came after the row's last draft."""
         last = self._last.pop(row, None)
+        self._num_come[row] = 0
         if last is None:
             return
         came = known[len(last.known) :].tolist()
+        self._num_come[row] = len(came)
         for token_id, drafted, degree in zip(came, last.drafted, last.degrees, strict=False):
             self.depth.learn(degree, is_right=token_id == drafted)
             if token_id != drafted:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from math import log2
-from statistics import median
 from typing import NamedTuple
 
 _SHARE = 1 / 192
 """Of all steps, in which drafting may lose."""
-_FIRST_STAKE, _LEAST_STAKE, _MAX_STAKE = 12.0, 3.0, 6.0
+_FIRST_STAKE, _LEAST_STAKE, _MAX_STAKE = 2.0, 2.0, 4.0
 """Steps that a try may lose: more each time that one has failed, after a wait that is as much
-longer."""
+longer. The first one has to fit into the steps of a single short answer."""
 _MAX_CREDIT = 48.0
 _NUM_PLAIN, _PLAIN_EVERY = 4, 192
 """So many steps in a row leave drafts out, to be measured; again after so many."""
@@ -32,7 +31,12 @@ them."""
 _MOST_OFF, _LEAST_BOUND, _ACTIVE_RATE = 1.5, 3.0, 0.5
 """A step that takes so many times as long as the ones with drafts before it was interrupted; it
 counts as so many times as long."""
-_NUM_KEPT = 9
+_PAYBACK_STEPS = 64
+"""What a draft model takes to catch up with a prompt is accounted for over so many steps, so that
+there is time to earn it back: an answer of ordinary length."""
+_NUM_KEPT, _NUM_CUT = 9, 2
+"""Durations of plain steps that are averaged, without so many of the shortest and of the longest.
+"""
 
 
 class _Step(NamedTuple):
@@ -61,9 +65,27 @@ NO_GAIN = Gain()
 """Of a step without drafts, and of no other."""
 
 
+class Drafting(NamedTuple):
+    """What a model's drafting took of a step, in seconds."""
+
+    pass_s: float = 0.0
+    """For the next tokens."""
+    read_s: float = 0.0
+    """To catch up with what was known before."""
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return self.pass_s + self.read_s
+
+
+NO_DRAFTING = Drafting()
+
+
 class _Pace:
-    """How long plain steps of a number of rows take, relative to the estimate: the median of the
-    last ones, since some are interrupted."""
+    """How long plain steps of a number of rows take, relative to the estimate: the trimmed mean of
+    the last ones. Some are interrupted; and where that is every other step, because the machine is
+    shared, the median would be either kind's."""
 
     __slots__ = ("_ratios", "num_held", "ratio")
 
@@ -80,7 +102,9 @@ class _Pace:
     def learn(self, ratio: float) -> None:
         """A plain step was measured."""
         self._ratios.append(ratio)
-        self.ratio = median(self._ratios)
+        cut = min(_NUM_CUT, (len(self._ratios) - 1) // 2)
+        kept = sorted(self._ratios)[cut : len(self._ratios) - cut]
+        self.ratio = sum(kept) / len(kept)
 
 
 class DraftAccount:
@@ -97,6 +121,10 @@ class DraftAccount:
         self._last_id, self._last_s, self._was_active = -2, 0.0, False
         self._active_ratio = 1.0
         self._paid_id = 0
+        self.step_s = 0.0
+        """What the last settled step should have taken without drafts; 0 before there was one."""
+        self._invested_s = 0.0
+        """What drafting took in advance, and is yet to be accounted for."""
 
     def hold(self, step_id: int, num_rows: int, kind: int, estimate_s: float) -> int:
         """The step before which nothing is to be looked for, so that plain steps can be measured:
@@ -131,32 +159,50 @@ class DraftAccount:
         """A step was taken in of which nothing is to be learned."""
         self._last_id, self._last_s = step_id, now
 
-    def settle(self, step_id: int, num_rows: int, gain: Gain, now: float) -> float | None:
-        """A step was taken in. Returns what it took longer than without drafts, in seconds, where
-        those were looked for and that can be told."""
+    @property
+    def has_earned(self) -> bool:
+        """Whether drafts have brought more than they took, beyond what the first try was given."""
+        return self.credit > _FIRST_STAKE + _LEAST_STAKE
+
+    def settle(
+        self, step_id: int, num_rows: int, gain: Gain, now: float, took: Drafting = NO_DRAFTING
+    ) -> float | None:
+        """A step was taken in, with what a model's drafting took of it. Returns what the rest took
+        longer than without drafts, where those were looked for and that can be told."""
+        self._invested_s += took.read_s
         step = self._open.pop(step_id, None)
         cycle_s = now - self._last_s if self._last_id == step_id - 1 else 0.0
         was_active, self._was_active = self._was_active, step is not None and step.is_active
         self._last_id, self._last_s = step_id, now
         if step is None or cycle_s <= 0.0 or step.num_rows != num_rows:
+            self._spend(step_id, took.pass_s)
             return None
         pace = self._pace(num_rows, step.kind)
         if not (step.is_active or was_active):
             pace.learn(cycle_s / step.estimate_s)
             return None
         if not pace.num_measured:
+            self._spend(step_id, took.pass_s)
             return None
-        expected_s = pace.ratio * step.estimate_s
+        expected_s = self.step_s = pace.ratio * step.estimate_s
         bound = _LEAST_BOUND
         if gain is not NO_GAIN:
             bound = max(bound, _MOST_OFF * self._active_ratio)
-        ratio = min(cycle_s / expected_s, bound)
+        # what a model took is known, so none of it is an interruption
+        ratio = min(max(cycle_s - took.seconds, 0.0) / expected_s, bound)
         if gain is not NO_GAIN:
             self._active_ratio += _ACTIVE_RATE * (max(1.0, ratio) - self._active_ratio)
         saved = (1.0 - step.fixed_share) * gain.num_tokens / num_rows
         saved += step.fixed_share * gain.least
-        self._account(step_id, saved + 1.0 - ratio)
+        due_s = self._invested_s / _PAYBACK_STEPS
+        self._invested_s -= due_s
+        self._account(step_id, saved + 1.0 - ratio - (took.pass_s + due_s) / expected_s)
         return (ratio - 1.0) * expected_s if step.is_active else None
+
+    def _spend(self, step_id: int, seconds: float) -> None:
+        """A model drafted in a step that cannot be compared, such as one with a prompt."""
+        if seconds and self.step_s:
+            self._account(step_id, -seconds / self.step_s)
 
     def _account(self, step_id: int, earned: float) -> None:
         paid = _SHARE * min(step_id - self._paid_id, _PLAIN_EVERY)
@@ -165,7 +211,9 @@ class DraftAccount:
         if self.credit >= _MAX_CREDIT:
             self._stake = _LEAST_STAKE
         if self.credit <= 0.0 and step_id >= self.wakes:
-            self.wakes = step_id + 2 + int((self._stake - self.credit) / _SHARE)
+            left = self._invested_s / self.step_s if self.step_s else 0.0
+            self._invested_s = 0.0  # it will not be earned back
+            self.wakes = step_id + 2 + int((self._stake - self.credit + left) / _SHARE)
             self._paces.clear()  # the machine may be another one by then
             self.credit, self._paid_id = self._stake, self.wakes
             self._stake = min(2.0 * self._stake, _MAX_STAKE)

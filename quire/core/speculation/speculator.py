@@ -23,8 +23,9 @@ from quire.core.plan import ONE_SAMPLE, Record, StepPlan, StepResult, Verify
 from quire.core.request import Sequence
 from quire.core.scheduler.look_ahead import OpenStep
 from quire.core.speculation.acceptance import Acceptance
-from quire.core.speculation.account import NO_GAIN, DraftAccount, Gain
+from quire.core.speculation.account import NO_DRAFTING, NO_GAIN, DraftAccount, Gain
 from quire.core.speculation.drafters import NO_DRAFT, Draft, Drafter
+from quire.core.speculation.mixture import ModelWorth
 from quire.core.speculation.standing import StandingOrders
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts
 
@@ -42,6 +43,14 @@ _LEAST_SPEEDUP = 1.05
 """Less is not worth the risk that the estimates are wrong."""
 _NEVER = 1 << 62
 _GAIN_RATE = 1 / 16
+_LEAST_FIXED_SHARE = 0.75
+"""Of a step, at least so much is taken not to depend on the number of rows, when it is judged what
+was saved by rows that end sooner than others."""
+_NAP_RATE = 1 / 4
+_READ_SHARE, _READ_COST, _USUAL_LEN = 1 / 64, 0.2, 256
+"""A draft model catches up with a prompt where that takes no more than so much of what the answer
+takes, the prompt included, or what the account holds beside it. Before it was measured, a token
+counts as this share of the target's; an answer may end before so many tokens."""
 _LEARNING_RATE, _FORGETTING_RATE = 1 / 8, 1 / 64
 
 
@@ -49,14 +58,13 @@ class _Trail:
     """A sequence's last draft, to be compared with what came."""
 
     __slots__ = (
-        "acceptance", "draft", "gain", "num_known", "num_naps", "wakes",
+        "_gain", "_weight", "acceptance", "draft", "num_known", "num_naps", "wakes",
     )  # fmt: skip
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.acceptance = acceptance
         self.draft = NO_DRAFT
-        self.gain = 0.0
-        """Tokens gained in a step, lately."""
+        self._gain = self._weight = 0.0
         self.num_known = 0
         """Tokens known when it was made."""
         self.wakes = 0
@@ -75,10 +83,17 @@ class _Trail:
                 break
         self.draft = NO_DRAFT
 
+    def gained(self, count: int) -> float:
+        """A step brought so many tokens beyond one; returns how many, lately."""
+        self._gain += _GAIN_RATE * (count - self._gain)
+        self._weight += _GAIN_RATE * (1.0 - self._weight)
+        return self._gain / self._weight
+
     def rest(self, step_id: int) -> None:
-        """Nothing was worth its time now."""
+        """Nothing was worth its time now. Sequences wake in the same steps, since a look at
+        several takes little longer than at one."""
         self.num_naps = min(self.num_naps + 1, _MAX_NAPS)
-        self.wakes = step_id + (1 << self.num_naps)
+        self.wakes = ((step_id >> self.num_naps) + 1) << self.num_naps
 
 
 class _Budget:
@@ -106,7 +121,16 @@ class _Budget:
     @property
     def fixed_share(self) -> float:
         """Of the step without draft tokens, what does not depend on the number of rows."""
-        return (self._units.step_s + self._units.head_s) / self._plain_s
+        share = (self._units.step_s + self._units.head_s) / self._plain_s
+        return max(_LEAST_FIXED_SHARE, min(share, 1.0))
+
+    def reading_share(self, num_known: int, num_left: int, token_s: float) -> float:
+        """What it takes a draft model to catch up with a sequence, in such steps, beyond what its
+        answer allows; at least 0."""
+        cost_s = num_known * (token_s or _READ_COST * self._units.token_s)
+        own_s = num_known * self._units.token_s
+        own_s += min(num_left, _USUAL_LEN) * self._plain_s / self._num_plain
+        return max(0.0, cost_s - _READ_SHARE * own_s) / self._plain_s
 
     @property
     def is_short(self) -> bool:
@@ -143,7 +167,8 @@ class Speculator:
     """Draft tokens for all rows of one scheduler. Without `costs` it takes whatever is drafted.
 
     `forced` knows tokens that grammars leave no choice of; they go before those of `drafter`.
-    `modelled` orders a model's drafts, where `drafter` has them from there.
+    `modelled` orders a model's drafts, where `drafter` has them from there; `worth` says whether
+    they are to be ordered, where `drafter` has others as well.
     """
 
     def __init__(
@@ -155,9 +180,10 @@ class Speculator:
         least_chance: float = 0.0,
         forced: StandingOrders | None = None,
         modelled: StandingOrders | None = None,
+        worth: ModelWorth | None = None,
     ) -> None:
         self._drafter = drafter
-        self._forced, self._modelled = forced, modelled
+        self._forced, self._modelled, self._worth = forced, modelled, worth
         self._standing = [each for each in (forced, modelled) if each is not None]
         self._max_tokens = max_tokens
         self._costs = costs
@@ -168,6 +194,8 @@ class Speculator:
         self._account = DraftAccount()
         self._runs: dict[int, list[Sequence]] = {}
         """Of the steps in flight that have draft tokens and decodes alone: the sequences."""
+        self._usual_naps = 0.0
+        """With which a sequence begins, after its first look."""
         self._has_told = False
         self._held = 0
         """Before this step, plain steps are being measured."""
@@ -184,11 +212,14 @@ class Speculator:
             return
         if self._costs is None:
             self._extend(step, list(self._choose(step, None)))
-            self._order_modelled(step)
+            self._order_modelled(step, None)
             return
         if step.step_id < self._account.wakes:
             self._cancel()
             self.wakes = self._account.wakes
+            return
+        if not (step.has_decodes_alone or has_forms or self._account.has_earned):
+            self._lapse(step)  # what it takes could not be told from the prompt's share
             return
         budget = _Budget(step, self._costs, self._overhead)
         num_rows = budget.work.num_outputs
@@ -214,23 +245,25 @@ class Speculator:
             self._overhead.began(step.step_id, num_runs, budget.added_s)
             if num_runs:
                 self._runs[step.step_id] = list(step.sequences)
-        self._order_modelled(step)
+        self._order_modelled(step, budget)
 
     def taken_in(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """See `LookAhead.taken_in`."""
         if result.news or self._modelled is not None:
             for standing in self._standing:
                 self._wake(standing.take(result.news), plan.step_id)
-        if not self._account.is_watching:
+        took = NO_DRAFTING if self._modelled is None else self._modelled.took
+        if not self._account.is_watching and took is NO_DRAFTING:
             self._account.pass_by(plan.step_id, now)
             return
         sequences = self._runs.pop(plan.step_id, None)
         gain = NO_GAIN if sequences is None else self._gain(sequences, result)
-        extra_s = self._account.settle(plan.step_id, len(plan.work), gain, now)
+        extra_s = self._account.settle(plan.step_id, len(plan.work), gain, now, took)
         if sequences is not None:
-            if extra_s is not None and self._modelled is not None:
-                extra_s -= self._modelled.seconds  # spent in any case
             self._overhead.measured(plan.step_id, extra_s)
+        if self._worth is not None and plan.work and self._account.step_s:
+            num_taken = took.seconds / self._account.step_s
+            self._worth.count(plan.step_id, len(plan.work), num_taken)
 
     def _gain(self, sequences: Iterable[Sequence], result: StepResult) -> Gain:
         num_tokens, least = 0, math.inf
@@ -238,11 +271,7 @@ class Speculator:
             gained = max(0, len(outcome.token_ids) - 1)
             num_tokens += gained
             trail = self._trails.get(sequence)
-            if trail is None:
-                least = 0.0
-            else:
-                trail.gain += _GAIN_RATE * (gained - trail.gain)
-                least = min(least, trail.gain)
+            least = 0.0 if trail is None else min(least, trail.gained(gained))
         # alone, a sequence saves whole steps from the first token on
         return Gain(num_tokens, num_tokens if len(result.results) == 1 else least)
 
@@ -274,18 +303,33 @@ class Speculator:
                 has_forms = True
         return has_forms
 
-    def _order_modelled(self, step: OpenStep) -> None:
+    def _lapse(self, step: OpenStep) -> None:
+        if self._modelled is not None:
+            self._modelled.lapse(step.entering_rows)
+
+    def _order_modelled(self, step: OpenStep, budget: _Budget | None) -> None:
         """Have a model draft for the rows that sample. A row's first order goes with a step of
-        decodes alone, whose duration tells what it costs; so prompts wait for no draft model."""
-        if self._modelled is None:
+        decodes alone, whose duration tells what it costs; so prompts wait for no draft model. It
+        goes where the model has caught up with the row at a cost that the answer can bear."""
+        self._lapse(step)
+        modelled, credit = self._modelled, self._account.credit
+        if modelled is None or (budget is not None and not step.has_decodes_alone):
             return
-        self._modelled.lapse(step.entering_rows)
-        if self._costs is not None and not step.has_decodes_alone:
+        if self._worth is not None and not self._worth.may_draft(step.step_id):
+            modelled.cancel()
             return
         for sequence, work in zip(step.sequences, step.work, strict=True):
-            if work.tasks and sequence.request.beam is None and _is_drafted(sequence):
-                self._modelled.order(sequence, is_entering=False)
-                self.needs_tokens, self.wakes = True, 0
+            if not work.tasks or sequence.request.beam is not None or not _is_drafted(sequence):
+                continue
+            if budget is not None and not modelled.has_ordered(sequence):
+                num_left = sequence.request.max_tokens - sequence.num_output_tokens
+                num_known = len(sequence.token_ids)
+                share = budget.reading_share(num_known, num_left, modelled.read_token_s)
+                if share > credit:
+                    continue
+                credit -= share
+            modelled.order(sequence, is_entering=False)
+            self.needs_tokens, self.wakes = True, 0
 
     def _cancel(self) -> None:
         """Have nothing done for drafts beside the steps."""
@@ -324,6 +368,7 @@ class Speculator:
             trail = self._trails.get(sequence)
             if trail is None:
                 trail = self._trails[sequence] = _Trail(Acceptance(self._acceptance))
+                trail.num_naps = int(self._usual_naps)
             if step.step_id < trail.wakes:
                 wakes = min(wakes, trail.wakes)
                 continue
@@ -337,9 +382,11 @@ class Speculator:
             count = self._worthwhile(draft, trail.acceptance, budget, num_known)
             if not count and budget is not None and budget.is_short:
                 trail.rest(step.step_id)
+                self._usual_naps += _NAP_RATE * (trail.num_naps - self._usual_naps)
                 wakes = min(wakes, trail.wakes)
                 continue
             wakes = trail.num_naps = 0
+            self._usual_naps -= _NAP_RATE * self._usual_naps
             if not count:
                 continue
             if end == num_known:

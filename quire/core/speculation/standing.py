@@ -8,7 +8,11 @@ from collections.abc import Iterable, Mapping
 from quire.core.drafts import Drafted, DraftOrder
 from quire.core.plan import Record
 from quire.core.request import Sequence
+from quire.core.speculation.account import NO_DRAFTING, Drafting
 from quire.core.speculation.drafters import NO_DRAFT, Draft
+
+_LEAST_READ = 16
+"""Tokens, of which what one of them takes can be told."""
 
 
 class StandingOrders:
@@ -20,8 +24,14 @@ class StandingOrders:
         self._rows: dict[int, Sequence] = {}
         self._drafts: dict[Sequence, Drafted] = {}
         self._orders: dict[int, DraftOrder] = {}
-        self.seconds = 0.0
-        """What drafting took after the step that was taken in last, as the worker said."""
+        self.took = NO_DRAFTING
+        """Of the step that was taken in last, as the worker said."""
+        self.read_token_s = 0.0
+        """What it takes to catch up with a token, as measured; 0 before it was."""
+
+    def has_ordered(self, sequence: Sequence) -> bool:
+        """Whether a sequence's row has an order."""
+        return self._rows.get(sequence.row) is sequence
 
     def order(self, sequence: Sequence, *, is_entering: bool) -> None:
         """Have drafts made for a sequence that has a row, or gets one in this step."""
@@ -62,10 +72,13 @@ class StandingOrders:
 
     def take(self, news: Mapping[str, tuple[Record, ...]]) -> list[Sequence]:
         """Take in what came of a step; returns the sequences that have a draft by that."""
-        found, self.seconds = [], 0.0
+        found, self.took = [], NO_DRAFTING
         for record in news.get(self.name, ()):
             draft = Drafted._make(record)
-            self.seconds += draft.seconds
+            if draft.seconds:
+                self.took = Drafting(draft.seconds - draft.read_s, draft.read_s)
+                if draft.num_read >= _LEAST_READ:
+                    self.read_token_s = draft.read_s / draft.num_read
             sequence = self._rows.get(draft.row)
             if sequence is not None and draft.token_ids:
                 self._drafts[sequence] = draft
