@@ -5,14 +5,14 @@ Owns the names, their defaults and their bounds. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from quire.errors import ConfigError, NotAvailableError
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 HEADS = ("eagle", "eagle3", "mtp")
 """Methods whose drafts come of the target's hidden states."""
 _OTHER_METHODS = (
@@ -35,9 +35,11 @@ _NO_MODELS = ("ngram", "[ngram]", "suffix")
 """What `model` says where none is meant."""
 _WITH_FILES = ("draft_model", "eagle", "eagle3")
 """Methods that read a model of their own."""
+_MAY_HAVE_FILES = (*_WITH_FILES, "auto")
 _OF_METHODS: Mapping[str, tuple[str, ...]] = {
-    "prompt_lookup_": ("ngram",), "suffix_decoding_": ("suffix",), "model": _WITH_FILES,
-    "revision": _WITH_FILES, "quantization": _WITH_FILES, "max_model_len": (*_WITH_FILES, "mtp"),
+    "prompt_lookup_": ("ngram",), "suffix_decoding_": ("suffix", "auto"), "model_method": ("auto",),
+    "model": _MAY_HAVE_FILES, "revision": _MAY_HAVE_FILES, "quantization": _MAY_HAVE_FILES,
+    "max_model_len": (*_MAY_HAVE_FILES, "mtp"),
 }  # fmt: skip
 """How the keys begin that some methods alone read."""
 MAX_NUM_TOKENS = 63
@@ -68,8 +70,11 @@ class SpeculationConfig:
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens of a smaller chance are not drafted."""
     model: str | None = None
-    """Of `draft_model`, `eagle` and `eagle3`: a folder, hub name or GGUF file, as the engine's own
-    `model`."""
+    """Of `draft_model`, `eagle` and `eagle3`, and of `auto` if it is to have one: a folder, hub
+    name or GGUF file, as the engine's own `model`."""
+    model_method: str | None = None
+    """Of `auto`: what drafts beside texts, `draft_model` (where `model` is given), `eagle`,
+    `eagle3` or `mtp`."""
     revision: str | None = None
     quantization: str | None = None
     """Of its weights, as the engine's own `quantization`."""
@@ -116,7 +121,16 @@ class SpeculationConfig:
             1 << 31,
         )  # fmt: skip
         _check_integer("max_model_len", self.max_model_len, 1, 1 << 31)
-        if self.method in _WITH_FILES and (not isinstance(self.model, str) or not self.model):
+        kinds = (None, *_WITH_FILES, "mtp")
+        if self.model_method not in kinds:
+            raise ConfigError(
+                f"{NAME}: model_method={self.model_method!r}; choose {_listed(kinds[1:])}"
+            )
+        if self._kind == "mtp" and self.model is not None:
+            raise ConfigError(
+                f"{NAME}: model={self.model!r} has no effect with 'mtp'; leave it out"
+            )
+        if self._kind in _WITH_FILES and (not isinstance(self.model, str) or not self.model):
             raise ConfigError(f"{NAME}: model={self.model!r} must name the model that drafts")
         for name in ("revision", "quantization"):
             value = getattr(self, name)
@@ -143,14 +157,26 @@ class SpeculationConfig:
                     )
 
     @property
+    def _kind(self) -> str:
+        """The method by which a model drafts, if one does."""
+        if self.method != "auto":
+            return self.method
+        return self.model_method or ("auto" if self.model is None else "draft_model")
+
+    @property
     def is_modelled(self) -> bool:
         """Whether a model drafts, or a head."""
-        return self.head is not None or self.method == "draft_model"
+        return self.head is not None or self._kind == "draft_model"
+
+    @property
+    def is_lookup_free(self) -> bool:
+        """Whether no settings of `suffix` apply."""
+        return self.method not in _OF_METHODS["suffix_decoding_"]
 
     @property
     def head(self) -> str | None:
         """The kind of the head that drafts, if one does."""
-        return self.method if self.method in HEADS else None
+        return self._kind if self._kind in HEADS else None
 
     @property
     def ngram_sizes(self) -> tuple[int, int]:
@@ -163,14 +189,24 @@ class SpeculationConfig:
         """Tokens drafted at most of a request in one step."""
         if self.method == "ngram":
             return self.num_speculative_tokens or _NUM_NGRAM_TOKENS
-        if self.is_modelled:
-            return self.num_speculative_tokens or _NUM_MODEL_TOKENS
+        if self.is_modelled and self.is_lookup_free:
+            return self.max_modelled_tokens
         depth = min(self.suffix_decoding_max_tree_depth, MAX_NUM_TOKENS)
         return min(self.num_speculative_tokens or _NUM_SUFFIX_TOKENS, depth)
 
+    @property
+    def max_modelled_tokens(self) -> int:
+        """The same of those that a model drafts."""
+        return self.num_speculative_tokens or _NUM_MODEL_TOKENS
+
+
+def _listed(names: Iterable[object]) -> str:
+    *most, last = map(repr, names)
+    return ", ".join(most) + f" or {last}"
+
 
 def _check_method(method: object) -> None:
-    choices = ", ".join(map(repr, METHODS[:-1])) + f" or {METHODS[-1]!r}"
+    choices = _listed(METHODS)
     if method is None:
         raise ConfigError(f"{NAME}: method is missing; choose {choices}")
     if method in _OTHER_METHODS:

@@ -36,6 +36,13 @@ def test_vllms_keys_are_read() -> None:
     head = SpeculationConfig.from_mapping({"method": "eagle3", "model": "x"})
     assert head.is_modelled and head.head == "eagle3"
     assert SpeculationConfig.from_mapping({"method": "deepseek_mtp"}).head == "mtp"
+    auto = SpeculationConfig.from_mapping({"method": "auto"})
+    assert not auto.is_modelled and auto.head is None and auto.max_tokens == 24
+    auto = SpeculationConfig.from_mapping({"method": "auto", "model": "x"})
+    assert auto.is_modelled and auto.head is None
+    assert (auto.max_tokens, auto.max_modelled_tokens) == (24, 5)
+    auto = SpeculationConfig.from_mapping({"method": "auto", "model_method": "mtp"})
+    assert auto.is_modelled and auto.head == "mtp"
 
 
 @pytest.mark.parametrize(
@@ -46,10 +53,23 @@ def test_vllms_keys_are_read() -> None:
         (
             {"method": "guess"},
             ConfigError,
-            "'guess'; choose 'ngram', 'suffix', 'draft_model', 'eagle', 'eagle3' or 'mtp'",
+            "'guess'; choose 'auto', 'ngram', 'suffix', 'draft_model', 'eagle', 'eagle3' or 'mtp'",
         ),
         ({"method": "eagle3"}, ConfigError, "model=None must name the model that drafts"),
         ({"method": "mtp", "model": "x"}, ConfigError, "has no effect with method 'mtp'"),
+        (
+            {"method": "auto", "model_method": "eagle"},
+            ConfigError,
+            "model=None must name the model",
+        ),
+        ({"method": "auto", "model_method": "x"}, ConfigError, "choose 'draft_model', 'eagle', 'e"),
+        (
+            {"method": "auto", "model_method": "mtp", "model": "x"},
+            ConfigError,
+            "model='x' has no effect with 'mtp'",
+        ),
+        ({"method": "auto", "prompt_lookup_max": 3}, ConfigError, "no effect with method 'auto'"),
+        ({"method": "suffix", "model_method": "mtp"}, ConfigError, "choose 'auto'"),
         ({}, ConfigError, "method is missing"),
         ({"method": "suffix", "model": "x"}, ConfigError, "has no effect with method 'suffix'"),
         (

@@ -105,7 +105,7 @@ def _num_draft_rows(speculative: Mapping[str, Any] | None) -> int:
         return 0
     config = json.loads(Path(speculative["model"]).read_text())
     num_rows = int(config["num_hidden_layers"] * config["num_key_value_heads"] * 2)
-    keeps_states = speculative.get("method", "draft_model") != "draft_model"
+    keeps_states = speculative.get("method", "draft_model") not in ("draft_model", "auto")
     return num_rows + (num_state_rows if keeps_states else 0)
 
 

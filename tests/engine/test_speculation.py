@@ -17,7 +17,8 @@ from relay import Relay
 from quire.config.engine import EngineConfig
 from quire.core.drafts import FORCED
 from quire.core.params import SamplingParams, ThinkTags
-from quire.core.speculation.lookup import LookupDrafter, OutputMemory
+from quire.core.speculation.lookup import LookupDrafter, OutputMemory, RecallDrafter
+from quire.core.speculation.mixture import BestOf
 from quire.core.speculation.speculator import Speculator
 from quire.core.speculation.standing import StandingOrders
 from quire.engine.assembly.preparation import prepare_model
@@ -164,13 +165,16 @@ GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
     "often right": lambda plain: Speculator(
         KnownAnswers(_known(plain), chance=0.7, vocab_size=VOCAB_SIZE), 3
     ),
+    "auto": lambda plain: Speculator(
+        BestOf([LookupDrafter(), RecallDrafter(OutputMemory()), AnyTokens(VOCAB_SIZE)]), 7
+    ),
     "forced and suffix": lambda plain: Speculator(
         LookupDrafter(memory=OutputMemory()), 12, forced=StandingOrders(FORCED, 12)
     ),
 }
 
 
-@pytest.fixture(params=[*GUESSERS, "a model", "eagle", "eagle3"])
+@pytest.fixture(params=[*GUESSERS, "a model", "auto and a model", "eagle", "eagle3"])
 def make_guessing(
     request: pytest.FixtureRequest, make_engine: MakeEngine, draft_config: Path, plain: Answers
 ) -> MakeEngine:
@@ -179,6 +183,8 @@ def make_guessing(
         method, by = str(request.param), by_model(draft_config)
         if method.startswith("eagle"):
             by = by_head(method, request.getfixturevalue(f"{method}_config"))
+        elif method.startswith("auto"):
+            by["speculative_config"]["method"] = "auto"
         return lambda **options: draft_all(make_engine(**ENGINE, **by, **options))
     return lambda **options: guess_with(
         make_engine(**ENGINE, **options), GUESSERS[request.param](plain)

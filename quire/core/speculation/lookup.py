@@ -169,6 +169,45 @@ class LookupDrafter:
                 )
 
 
+class RecallDrafter:
+    """Implements `Drafter`: by what a tenant's remembered outputs have, whatever the sequence's own
+    text says."""
+
+    def __init__(self, memory: OutputMemory, *, max_factor: float | None = None) -> None:
+        self._memory, self._max_factor = memory, max_factor
+        self._matches: dict[Sequence, tuple[NgramIndex, Match, int]] = {}
+        """By sequence: where its last tokens stood, and how many it had."""
+
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        """See `Drafter.draft`."""
+        memory, num_known = self._memory.of(_owner(sequence)), len(sequence.token_ids)
+        if memory is None:
+            self._matches.setdefault(sequence, (_NOTHING, NO_MATCH, num_known))
+            return NO_DRAFT
+        text, match, num_before = self._matches.get(sequence, (memory, NO_MATCH, num_known))
+        if text is not memory:
+            match = NO_MATCH
+        match = _moved(memory, sequence.token_ids, match, num_known - num_before)
+        self._matches[sequence] = memory, match, num_known
+        length, end = match
+        if not length:
+            return NO_DRAFT
+        if self._max_factor is not None:
+            most = min(most, int(self._max_factor * length))
+        return Draft(_continued(memory.token_ids, end + 1, most), length)
+
+    def end(self, sequence: Sequence) -> None:
+        """See `Drafter.end`; its output is remembered."""
+        if self._matches.pop(sequence, None) is None:
+            return
+        output = sequence.output_token_ids
+        if output and sequence.request.error is None:
+            self._memory.add(_owner(sequence), output)
+
+
+_NOTHING = NgramIndex(SUFFIX_SIZES)
+
+
 def _moved(index: NgramIndex, tail: list[int], match: Match, count: int) -> Match:
     """The match of a text that has gained `count` tokens."""
     return index.find(tail, match[1] + count if match[0] else -1)

@@ -53,7 +53,7 @@ def find_draft(
     if wish is None or not wish.is_modelled:
         return None
     try:
-        if wish.method == "mtp":
+        if wish.head == "mtp":
             return _declared(config, files, target)
         own = EngineConfig(
             model=str(wish.model),

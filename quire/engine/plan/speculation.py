@@ -58,13 +58,16 @@ def decisions(engine: EngineConfig) -> Iterator[tuple[str, str, str]]:
             f"speculative_config: method {config.method!r} is for the CPU as yet; take "
             "device='cpu', or method 'suffix' or 'ngram'"
         )
-    source = "the request's own text"
-    if config.method == "mtp":
-        source = "the model's own layer for further tokens"
+    modelled = ""
+    if config.head == "mtp":
+        modelled = "the model's own layer for further tokens"
     elif config.is_modelled:
-        source = f"a {'head' if config.head else 'model'}, {config.model}"
-    elif config.method == "suffix" and config.suffix_decoding_max_cached_requests:
+        modelled = f"a {'head' if config.head else 'model'}, {config.model}"
+    source = "the request's own text"
+    if not config.is_lookup_free and config.suffix_decoding_max_cached_requests:
         source += " and recent outputs of its tenant"
+    if config.is_modelled:
+        source = modelled if config.is_lookup_free else f"{source}, and {modelled}"
     yield (
         "speculation",
         f"{config.method}, {config.max_tokens}",
@@ -98,7 +101,7 @@ def plan_draft(
         )
     size = limits.block_size
     layers = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
-    blocks_per_row = ceil_div(size - 1 + config.max_tokens, size)
+    blocks_per_row = ceil_div(size - 1 + config.max_modelled_tokens, size)
     weight_bytes = declaration.formats.weight_bytes(spec, dtype)
     state_bytes = 0
     if head is not None:
