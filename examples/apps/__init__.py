@@ -1,0 +1,1 @@
+"""Small programs around Quire, each in one file. `README.md` lists them."""
