@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 ADAPTERS = "adapters"
 """Of `StepPlan.orders`: each an `AdapterOrder`. Of `StepResult.news`: an `AdapterVerdict` on each
 that loads one, in any later step."""
+_SIGN = -(1 << 31)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -18,6 +21,32 @@ class Adapter:
     """Of its files' content, in hexadecimal digits: two adapters of one digest are the same."""
     folder: str
     """Where its files lie, and stay as they are, for as long as this record is held."""
+    invocation: tuple[int, ...] = ()
+    """Of an activated one (aLoRA, Greenewald et al. 2025): the tokens from which on it is used, at
+    their last place in a prompt. What stands before is computed by the model alone. Empty: it is
+    used for all tokens."""
+
+    def start_in(self, token_ids: Sequence[int]) -> int | None:
+        """Return the position from which on it is used in a prompt; None where it is invoked
+        nowhere. O(prompt)."""
+        count = len(self.invocation)
+        first = self.invocation[0] if count else 0
+        for place in range(len(token_ids) - count, -1, -1) if count else ():
+            if token_ids[place] == first and (
+                tuple(token_ids[place : place + count]) == self.invocation
+            ):
+                return place
+        return None if count else 0
+
+    def content_ids(self, content_ids: Sequence[int], start: int) -> tuple[int, ...]:
+        """Return what stands at each position of a prompt in which it is used from `start` on: of
+        the first eight positions there, what stands there and 31 bits of its digest each, so that
+        nothing computed with it is ever found for the model alone or another adapter."""
+        words = array("I", bytes.fromhex(self.digest))
+        found = list(content_ids)
+        for place, word in zip(range(start, len(found)), words, strict=False):
+            found[place] = _SIGN | ((found[place] + word) & ~_SIGN)
+        return tuple(found)
 
 
 class AdapterOrder(NamedTuple):

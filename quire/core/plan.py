@@ -122,6 +122,8 @@ class RowSampling(NamedTuple):
     thinking: ThinkingBudget | None = None
     adapter: Adapter | None = None
     """What the row is computed with besides the model's weights."""
+    adapter_start: int = 0
+    """The position from which on that is so."""
     images: tuple[PlacedImage, ...] = ()
     """What stands at some positions of the prompt in place of tokens, in ascending order."""
 

@@ -48,7 +48,9 @@ class StepAdapters(NamedTuple):
 class AdapterRows(Protocol):
     """Knows which adapter each row of the worker uses."""
 
-    def of_step(self, rows: Sequence[int], query_start: Tensor) -> StepAdapters | None:
+    def of_step(
+        self, rows: Sequence[int], query_start: Tensor, context_len: Tensor
+    ) -> StepAdapters | None:
         """Look up the sequences in these rows, whose tokens begin at `query_start`, int32 [S + 1];
         None where none of them uses an adapter."""
         ...

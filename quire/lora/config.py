@@ -21,6 +21,7 @@ MAX_RANK = 512
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 10_000
 _MAX_SHOWN_CHARS = 80
+_MAX_INVOCATION = 1024
 _HARMLESS_KEYS = """
     peft_type task_type base_model_name_or_path revision inference_mode lora_dropout auto_mapping
     fan_in_fan_out peft_version megatron_core qalora_group_size runtime_config eva_config
@@ -29,7 +30,7 @@ _HARMLESS_KEYS = """
 """Of training and bookkeeping."""
 _READ_KEYS = """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules bias
-    layers_to_transform init_lora_weights
+    layers_to_transform init_lora_weights alora_invocation_tokens
 """
 _KNOWN = frozenset((_HARMLESS_KEYS + _READ_KEYS).split())
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "true", "false")
@@ -52,6 +53,8 @@ class AdapterConfig:
     targets: tuple[str, ...] | None
     """Names that its modules end with, all of which must be there; None where the config gives a
     pattern, or leaves modules out."""
+    invocation: tuple[int, ...] = ()
+    """Tokens that activate it, of an activated LoRA."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's adapter."""
@@ -102,6 +105,7 @@ class _Reader:
                 k: self._alpha("alpha_pattern", v) for k, v in self._pattern("alpha_pattern")
             },
             targets=self._targets(),
+            invocation=self._invocation(),
         )
 
     def _refusal(self, key: str, supported: str) -> CheckpointError:
@@ -126,6 +130,16 @@ class _Reader:
         if not is_plain or not all(_PATTERN.fullmatch(each) for each in given):
             raise self._refusal(key, "names of modules, or of their last parts")
         return list(given.items())
+
+    def _invocation(self) -> tuple[int, ...]:
+        key = "alora_invocation_tokens"
+        given = self._values.get(key)
+        if given is None:
+            return ()
+        is_read = isinstance(given, list) and 0 < len(given) <= _MAX_INVOCATION
+        if not is_read or not all(type(each) is int and 0 <= each < 1 << 31 for each in given):
+            raise self._refusal(key, f"1 to {_MAX_INVOCATION} token ids")
+        return tuple(given)
 
     def _targets(self) -> tuple[str, ...] | None:
         given, values = self._values.get("target_modules"), self._values

@@ -54,13 +54,21 @@ class WeightLayout(NamedTuple):
     parts: tuple[PartLayout, ...]
 
 
-def check_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> None:
-    """Check that a model can be served with the adapter in a folder. Raises CheckpointError."""
+def check_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> tuple[int, ...]:
+    """Check that a model can be served with the adapter in a folder; returns the tokens that invoke
+    it, if any do. Raises CheckpointError."""
     file = TensorFile(folder / WEIGHTS_NAME)
     try:
         layout_of(folder, file, spec, max_rank)
     finally:
         file.close()
+    invocation = read_config(folder).invocation
+    if any(token_id >= spec.vocab_size for token_id in invocation):
+        raise CheckpointError(
+            f"{folder}: alora_invocation_tokens has {max(invocation)}, and the model has "
+            f"{spec.vocab_size} tokens"
+        )
+    return invocation
 
 
 def layout_of(

@@ -92,7 +92,7 @@ class AdapterStore:
             digest = content_digest(copy)
             known = self._versions.get(digest)
             if known is None:
-                check_adapter(copy, self._spec, self._max_rank)
+                invocation = check_adapter(copy, self._spec, self._max_rank)
         except BaseException as error:
             shutil.rmtree(copy, ignore_errors=True)
             if isinstance(error, CheckpointError):
@@ -101,7 +101,7 @@ class AdapterStore:
         if known is not None:
             shutil.rmtree(copy, ignore_errors=True)
             return known
-        adapter = self._versions[digest] = Adapter(digest, str(copy))
+        adapter = self._versions[digest] = Adapter(digest, str(copy), invocation)
         weakref.finalize(adapter, shutil.rmtree, copy, ignore_errors=True)
         return adapter
 

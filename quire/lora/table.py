@@ -40,6 +40,8 @@ class AdapterTable:
         for beside the others."""
         self._of_row: dict[int, str] = {}
         """Digests, of the rows that use an adapter."""
+        self._starts: dict[int, int] = {}
+        """Positions from which on they do, of those that do not from the first one on."""
         self._asked: queue.SimpleQueue[AdapterOrder | None] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -56,6 +58,7 @@ class AdapterTable:
     def begin(self, plan: StepPlan) -> None:
         for row in plan.removed_rows:
             self._of_row.pop(row, None)
+            self._starts.pop(row, None)
         for order in map(AdapterOrder._make, plan.orders.get(ADAPTERS, ())):
             if order.folder is not None:
                 self._ask(order)
@@ -68,6 +71,8 @@ class AdapterTable:
             adapter = new.sampling.adapter
             if adapter is not None:
                 self._of_row[new.row] = adapter.digest
+                if new.sampling.adapter_start:
+                    self._starts[new.row] = new.sampling.adapter_start
 
     def take_news(self, wait_s: float) -> tuple[Record, ...]:
         verdicts, self._verdicts = self._verdicts, []
@@ -86,7 +91,9 @@ class AdapterTable:
     def close(self) -> None:
         self._asked.put(None)
 
-    def of_step(self, rows: Sequence[int], query_start: Tensor) -> StepAdapters | None:
+    def of_step(
+        self, rows: Sequence[int], query_start: Tensor, context_len: Tensor
+    ) -> StepAdapters | None:
         """See `AdapterRows`. Raises RequestError where a row's adapter is not loaded."""
         if not self._of_row:
             return None
@@ -102,7 +109,19 @@ class AdapterTable:
             [places.get(each, -1) if each else -1 for each in digests], dtype=torch.int32
         )
         adapters = tuple(self._adapters[digest] for digest in places)
-        return StepAdapters(adapters, torch.repeat_interleave(of_row, query_start.diff()))
+        of_token = torch.repeat_interleave(of_row, query_start.diff())
+        if not self._starts.keys().isdisjoint(rows):
+            self._leave_out(rows, query_start.tolist(), context_len.tolist(), of_token)
+        return StepAdapters(adapters, of_token)
+
+    def _leave_out(
+        self, rows: Sequence[int], starts: list[int], ends: list[int], of_token: Tensor
+    ) -> None:
+        """Tokens before the position from which on their row uses its adapter use none."""
+        for row, start, after, end in zip(rows, starts, starts[1:], ends, strict=False):
+            count = min(self._starts.get(row, 0) - (end - (after - start)), after - start)
+            if count > 0:
+                of_token[start : start + count] = -1
 
     def _ask(self, order: AdapterOrder) -> None:
         spare = self._spare.pop(order.digest, None)
@@ -123,6 +142,7 @@ class AdapterTable:
         self._spare |= self._adapters
         self._adapters = {}
         self._of_row.clear()
+        self._starts.clear()
         self._pending.clear()
         self._verdicts.clear()
 

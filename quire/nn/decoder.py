@@ -82,7 +82,8 @@ class DecoderModel:
         """
         adapters = None
         if self.adapters is not None and context.rows is not None:
-            adapters = self.adapters.of_step(context.rows, context.batch.query_start)
+            batch = context.batch
+            adapters = self.adapters.of_step(context.rows, batch.query_start, batch.context_len)
         keeper = self.keeper
         states = self.run(
             token_ids,

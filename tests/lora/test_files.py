@@ -60,7 +60,7 @@ def folder(tmp_path: Path, spec: DecoderSpec) -> Path:
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("trainable_token_indices", [1, 2]),
         ("layer_replication", [[0, 2]]),
-        ("alora_invocation_tokens", [5, 6]),
+        ("alora_invocation_tokens", []),
         ("megatron_config", {"a": 1}),
         ("init_lora_weights", "pissa"),
         ("peft_type", "IA3"),

@@ -84,7 +84,7 @@ class Engine:
         self.now += 0.01
         result = self._executor.execute(plan)
         rows = [work.row for work in plan.work]
-        self.table.of_step(rows, torch.arange(len(rows) + 1))
+        self.table.of_step(rows, torch.arange(len(rows) + 1), torch.ones(len(rows)))
         return plan, result
 
     def step(self) -> None:

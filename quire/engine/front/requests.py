@@ -90,17 +90,19 @@ class RequestBuilder:
             self._check_generates()
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
         self._check_places(prompt)
+        content, start = _content(prompt, adapter)
         spec = replace(
             digest.spec,
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            content_ids=content_ids(prompt.token_ids, prompt.images),
+            content_ids=content,
             undivided=self._undivided(prompt),
             sampling=digest.sampling._replace(
                 seed=self._seed(params),
                 thinking=self._thinking(digest, prompt),
                 processors=processors,
                 adapter=adapter,
+                adapter_start=start,
                 images=prompt.images,
             ),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
@@ -180,12 +182,14 @@ class RequestBuilder:
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
+        content, start = _content(prompt, adapter)
+        sampling = params.to_row_sampling()
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            content_ids=content_ids(prompt.token_ids, prompt.images),
+            content_ids=content,
             undivided=self._undivided(prompt),
-            sampling=params.to_row_sampling()._replace(adapter=adapter, images=prompt.images),
+            sampling=sampling._replace(adapter=adapter, adapter_start=start, images=prompt.images),
             beam=settings,
             max_tokens=max_tokens,
             namespace=_namespace(prompt, adapter),
@@ -214,6 +218,26 @@ class RequestBuilder:
         return ThinkingBudget(budget, is_open, spelling)
 
 
+def _content(prompt: ParsedPrompt, adapter: Adapter | None) -> tuple[tuple[int, ...] | None, int]:
+    """Return what stands at each position, where that is not the tokens alone, and the position
+    from which on the adapter is used. Raises InvalidParameterError where it is not invoked."""
+    found = content_ids(prompt.token_ids, prompt.images)
+    if adapter is None or not adapter.invocation:
+        return found, 0
+    start = adapter.start_in(prompt.token_ids)
+    if start is None:
+        raise InvalidParameterError(
+            f"the prompt lacks the tokens that activate its adapter, {list(adapter.invocation)}; "
+            "end it with them, or take the model itself",
+            param="prompt",
+        )
+    return adapter.content_ids(prompt.token_ids if found is None else found, start), start
+
+
 def _namespace(prompt: ParsedPrompt, adapter: Adapter | None) -> Namespace:
+    """What an activated adapter computes is told apart by its content ids, so that what stands
+    before its invocation is shared with the model."""
     salt = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
-    return salt if adapter is None else (*salt, "adapter", adapter.digest)
+    if adapter is None or adapter.invocation:
+        return salt
+    return (*salt, "adapter", adapter.digest)
