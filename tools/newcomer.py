@@ -1,9 +1,11 @@
-"""A newcomer's first minutes, timed: `python tools/newcomer.py [--source URL] [--make]`.
+"""A newcomer's first minutes, timed: `python tools/newcomer.py [--source URL] [--make]`, or with
+`--wheel FILE` for those who install a wheel.
 
 Clones the repository into a temporary folder, installs it into a fresh environment, serves, streams
-an answer and runs the README's Python snippet, as the README says. Prints each command with its
-seconds; exit code 1 if one fails. Nothing is left behind. Needs git and a package index. `--make`
-also times `make demo` in the clone, which has an environment of its own.
+an answer, loads the page and runs the README's Python snippet, as the README says. Prints each
+command with its seconds; exit code 1 if one fails. Nothing is left behind. Needs git and a package
+index. `--make` also times `make demo` in the clone, which has an environment of its own. `--wheel`
+installs that file in place of a clone, and also prints what each installation adds on disk.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +35,9 @@ MAX_S = 1800.0
 class Log:
     """Runs commands in the clone, and prints what each took."""
 
-    def __init__(self, folder: Path) -> None:
-        self.clone = folder / "quire"
+    def __init__(self, folder: Path, work: str = "quire") -> None:
+        """`work` is the folder, below `folder`, that commands run in."""
+        self.clone = folder / work
         self.environment = {
             name: value
             for name, value in os.environ.items()
@@ -134,11 +138,27 @@ def stream(log: Log, url: str) -> None:
     log.add("POST /v1/chat/completions, streamed  # to the last text", time.monotonic() - began_s)
 
 
-def ask(log: Log, folder: Path) -> None:
-    """Serve and stream an answer; then the README's snippet in Python."""
+def load_page(log: Log, url: str) -> None:
+    """The page, with all scripts and styles that it names."""
+    began_s, num_bytes = time.monotonic(), 0
+    with urllib.request.urlopen(f"{url}/", timeout=60) as response:
+        page = response.read()
+        base = response.url
+    parts = re.findall(rb'(?:src|href)="([^"#:]+)"', page)
+    if not parts:
+        sys.exit("the page names no scripts")
+    for part in parts:
+        with urllib.request.urlopen(urllib.parse.urljoin(base, part.decode()), timeout=60) as file:
+            num_bytes += len(file.read())
+    what = f"GET /  # and its {len(parts)} files, {(len(page) + num_bytes) / 1e3:.0f} kB"
+    log.add(what, time.monotonic() - began_s)
+
+
+def ask(log: Log, folder: Path, readme: str) -> None:
+    """Serve, stream an answer and load the page; then the README's snippet in Python."""
     with serving(log) as url:
         stream(log, url)
-    readme = (log.clone / "README.md").read_text(encoding="utf-8")
+        load_page(log, url)
     snippet = next(
         code for code in re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     )
@@ -146,29 +166,61 @@ def ask(log: Log, folder: Path) -> None:
     log.run("python first.py  # the README's snippet", folder)
 
 
+def size_of(folder: Path) -> float:
+    """Megabytes (10^6 bytes) of all files below a folder."""
+    files = (path for path in folder.rglob("*") if not path.is_symlink())
+    return sum(path.stat().st_size for path in files if path.is_file()) / 1e6
+
+
+def from_wheel(folder: Path, wheel: Path) -> None:
+    """Install the wheel into an empty environment, and ask."""
+    log = Log(folder, ".")
+    environment = folder / "venv"
+    log.run(f"{sys.executable} -m venv venv")
+    log.environment["PATH"] = f"{environment / 'bin'}:{log.environment['PATH']}"
+    log.environment["PYTHON"] = "python"
+    sizes = [size_of(environment)]
+    for command in (
+        f"sh {ROOT / 'tools' / 'install-torch.sh'}",
+        f"pip install -q '{wheel.resolve()}[serve]'",
+    ):
+        log.run(command)
+        sizes.append(size_of(environment))
+        print(f"| # adds {sizes[-1] - sizes[-2]:.0f} MB | | |", flush=True)
+    ask(log, folder, (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def from_clone(folder: Path, source: str, with_make: bool) -> None:
+    """Clone, install, ask."""
+    log = Log(folder)
+    log.run(f"git clone -q {source} quire", folder)
+    log.run(f"{sys.executable} -m venv ../venv")
+    log.environment["PATH"] = f"{folder / 'venv' / 'bin'}:{log.environment['PATH']}"
+    log.environment["PYTHON"] = "python"
+    log.run("sh tools/install-torch.sh")
+    log.run("pip install -q '.[serve]'")
+    ask(log, folder, (log.clone / "README.md").read_text(encoding="utf-8"))
+    if with_make:
+        del log.environment["PYTHON"]
+        log.run("make demo")
+
+
 def main() -> None:
-    """Clone, install, serve, ask."""
+    """Install, serve, ask."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--source", default=str(ROOT), help="repository to clone (default: this one)"
     )
     parser.add_argument("--make", action="store_true", help="also `make demo`")
+    parser.add_argument("--wheel", type=Path, help="install this wheel in place of a clone")
     args = parser.parse_args()
     # the folder is removed then, too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended"))
     with tempfile.TemporaryDirectory(prefix="quire-newcomer-") as name:
-        folder = Path(name)
-        log = Log(folder)
-        log.run(f"git clone -q {args.source} quire", folder)
-        log.run(f"{sys.executable} -m venv ../venv")
-        log.environment["PATH"] = f"{folder / 'venv' / 'bin'}:{log.environment['PATH']}"
-        log.environment["PYTHON"] = "python"
-        log.run("sh tools/install-torch.sh")
-        log.run("pip install -q '.[serve]'")
-        ask(log, folder)
-        if args.make:
-            del log.environment["PYTHON"]
-            log.run("make demo")
+        if args.wheel is None:
+            from_clone(Path(name), args.source, args.make)
+        else:
+            from_wheel(Path(name), args.wheel)
 
 
 if __name__ == "__main__":
