@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from quire.core.beam import BeamSearch
+from quire.core.drafts import MODELLED
 from quire.core.kvcache.prefix import PrefixIndex
 from quire.core.plan import StepPlan, TokenLogprobs
 from quire.core.request import FinishReason, Request, Sequence
@@ -21,9 +22,11 @@ from quire.core.scheduler.audit import audit, audit_plan
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.core.scheduler.tiers import MAX_LIST_S, MAX_READ_S
 from quire.core.speculation.speculator import Speculator
+from quire.core.speculation.standing import StandingOrders
+from quire.core.step_cost import StepCostModel
 from quire.errors import PromptTooLongError
 from quire.executor.null import NullExecutor, NullMemory
-from quire.sim.drafts import OracleDrafter
+from quire.sim.drafts import OracleDrafter, OracleModel
 from quire.sim.faults import FaultInjector
 from quire.sim.oracle import Oracle
 from quire.sim.scenario import VOCAB_SIZE, Scenario, can_serve
@@ -66,16 +69,24 @@ class Simulation:
         *,
         is_overlapped: bool = False,
         draft_chance: float | None = None,
+        has_draft_model: bool = False,
         is_audited: bool = True,
         sabotage: Sabotage | None = None,
         tiers: SimulatedTiers | None = None,
     ) -> None:
         self.scenario = scenario
         self.oracle = Oracle(scenario.seed, VOCAB_SIZE, scenario.limits.windows)
+        pace = None if scenario.pace is None else scenario.pace.build()
+        self._model: OracleModel | None = None
+        look_ahead = None
+        if draft_chance is not None and has_draft_model:
+            look_ahead = self._modelled(draft_chance, None if pace is None else pace.model)
+        elif draft_chance is not None:
+            look_ahead = self._speculator(draft_chance)
         self.scheduler = Scheduler(
             scenario.limits,
-            pace=None if scenario.pace is None else scenario.pace.build(),
-            look_ahead=None if draft_chance is None else self._speculator(draft_chance),
+            pace=pace,
+            look_ahead=look_ahead,
             prerequisites=() if tiers is None else (tiers.prerequisite(),),
         )
         if scenario.hash == "colliding":
@@ -95,8 +106,10 @@ class Simulation:
             key=scenario.seed,
             windows=limits.windows,
             memory=memory,
-            companions=() if tiers is None else (tiers,),
+            companions=[each for each in (tiers, self._model) if each is not None],
         )
+        if self._model is not None:
+            self._model.attach(self.executor.rows)
         self.outcome = Outcome()
         self.requests: list[tuple[RequestSpec, Request]] = []
         self._is_overlapped = is_overlapped
@@ -114,6 +127,14 @@ class Simulation:
     def _speculator(self, chance: float) -> Speculator:
         random = Random(self.scenario.seed ^ 0xD4AF)
         return Speculator(OracleDrafter(self.oracle, random, chance), random.randint(1, 8))
+
+    def _modelled(self, chance: float, costs: StepCostModel | None) -> Speculator:
+        """Drafts come from beside the executor; with `costs` they are taken where they should pay,
+        which steps of any duration make a matter of chance."""
+        random = Random(self.scenario.seed ^ 0xD4AF)
+        self._model = OracleModel(self.oracle, random, chance)
+        orders = StandingOrders(MODELLED, random.randint(1, 8))
+        return Speculator(orders, 8, costs=costs, modelled=orders)
 
     def run(self) -> Outcome:
         """Run to the end. Raises `SimulationError` where anything is not as it must be."""

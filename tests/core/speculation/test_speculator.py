@@ -138,6 +138,16 @@ def test_guesses_that_cost_more_than_estimated_cost_next_to_nothing(
     assert num_lost < 0.02 * 4000
 
 
+@pytest.mark.parametrize("num_requests", [1, 4, 16])
+def test_a_first_answer_that_is_short_pays_next_to_nothing_for_trying(num_requests: int) -> None:
+    """Of an engine that has learned nothing yet, where drafts are wrong and cost a step each."""
+    speculator = Speculator(Fixed(7), 4, costs=StepCostModel(SHORT))
+    clock = Clock(3e-4, 3e-4 / num_requests, 0.0)
+    sizes = _run(speculator, lambda position: 8, num_requests, clock, max_tokens=160)
+    assert any(map(sum, sizes)) or num_requests > 1
+    assert clock.now / 3e-4 - 160 <= 0.02 * 160
+
+
 def test_guesses_that_pay_go_on() -> None:
     speculator = Speculator(Fixed(7), 4, costs=StepCostModel(SHORT))
     clock = Clock(3e-4, 5e-5, 1e-5)
