@@ -8,9 +8,12 @@
 // never stored whole, and one token's experts are read by all threads at once.
 //
 // Where only some experts are in memory, groups are computed in rounds of as many as a pool can hold. If there is more than one
-// round, what experts give is stored whole until all have been computed, and added then, in the same order.
+// round, what experts give is stored whole until all have been computed, and added then, in the same order. So it is where
+// ranks have different experts: each stores what its own give, and reads what those of the others gave. Where ranks have some
+// outputs of every expert, they exchange activations between the two regions.
 #include "experts.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -98,6 +101,7 @@ class Mixture {
     std::vector<Group> take_round(std::vector<Group> &left) const;
     void compute_round(void *out);
     void add_results(void *out) const;
+    void run_held(void *out);
     void prepare(const LinearWeight &weight, const void *x, const int32_t *rows);
     void convert(const LinearWeight &weight, const void *x, const int32_t *rows, const Tiles &tiles) const;
     void begin_gemms(const LinearWeight &weight) const;
@@ -118,6 +122,7 @@ class Mixture {
 };
 
 void Mixture::run(void *out) {
+    if (layer_.num_held() < layer_.num_experts) return run_held(out);
     std::vector<Group> left = grouping_.groups;
     if (layer_.pool == nullptr) {
         for (Group &group : left) group.weights = {layer_.up_of(group.expert), layer_.down_of(group.expert)};
@@ -133,6 +138,21 @@ void Mixture::run(void *out) {
         compute_round(out);
     } while (!left.empty());
     if (results_ != nullptr) add_results(out);
+}
+
+// The groups of this rank's experts, and then what all experts give, from the ranks that have them.
+void Mixture::run_held(void *out) {
+    std::vector<uint8_t> is_own(num_pairs(), 0);
+    for (const Group &group : grouping_.groups) {
+        if (!layer_.holds(group.expert)) continue;
+        groups_.push_back(group);
+        groups_.back().weights = {layer_.up_of(group.expert), layer_.down_of(group.expert)};
+        std::fill_n(is_own.begin() + group.first, group.count, uint8_t{1});
+    }
+    results_ = scratch(EXPERT_RESULTS, num_pairs() * layer_.hidden());
+    if (!groups_.empty()) compute_round(out);
+    layer_.held.gathering->rows(results_, is_own, layer_.hidden() * int64_t{sizeof(float)}, results_);
+    add_results(out);
 }
 
 // Groups whose experts are in memory now; the others are left.
@@ -155,9 +175,17 @@ std::vector<Group> Mixture::take_round(std::vector<Group> &left) const {
 }
 
 void Mixture::compute_round(void *out) {
-    void *gated = scratch(EXPERT_ROWS, ceil_div(num_pairs() * layer_.inner() * size_of(dtype_), sizeof(float)));
+    const auto words = [&](int64_t width) { return ceil_div(num_pairs() * width * size_of(dtype_), sizeof(float)); };
+    void *gated = scratch(EXPERT_ROWS, words(layer_.own_inner()));
     prepare(layer_.up, x_, grouping_.tokens.data());
     project_up(gated);
+    if (layer_.own_inner() < layer_.inner()) {
+        const int64_t size = size_of(dtype_);
+        const Columns own{layer_.held.inner.first * size, layer_.held.inner.num_bytes * size};
+        void *whole = scratch(EXPERT_RESULTS, words(layer_.inner()));
+        layer_.held.gathering->columns(gated, num_pairs(), {own}, layer_.inner() * size, whole);
+        gated = whole;
+    }
     prepare(layer_.down, gated, nullptr);
     project_down(out);
 }
@@ -252,12 +280,13 @@ void Mixture::project_up(void *gated) const {
         const Group *group;
         Block block;
     };
-    const int team = team_size(num_pairs() * layer_.up.num_bytes() / layer_.num_experts);
-    const int64_t panels = ceil_div(layer_.inner(), PANEL);
+    const int team = team_size(num_pairs() * layer_.up.num_bytes() / layer_.num_held());
+    const int64_t panels = ceil_div(layer_.own_inner(), PANEL);
     const int64_t num_groups = static_cast<int64_t>(groups_.size());
     const int64_t widest = max64(1, panels * num_groups / (FEW_ITEMS * team));
     const auto projection = [&](const Group &group) {
-        const Destination to{offset(gated, group.first * layer_.inner(), dtype_), dtype_, layer_.inner(), true, layer_.activation};
+        const Destination to{offset(gated, group.first * layer_.own_inner(), dtype_), dtype_, layer_.own_inner(), true,
+                             layer_.activation};
         return Projection{table_, group.weights.up, group.rows, to};
     };
     std::vector<Item> items;
@@ -282,8 +311,8 @@ void Mixture::project_up(void *gated) const {
 }
 
 void Mixture::project_down(void *out) const {
-    const int team = team_size(num_pairs() * layer_.down.num_bytes() / layer_.num_experts);
-    const int64_t panels = layer_.hidden() / PANEL;
+    const int team = team_size(num_pairs() * layer_.down.num_bytes() / layer_.num_held());
+    const int64_t panels = layer_.own_hidden() / PANEL;
     const int64_t fitting = SUMS_BYTES / (num_pairs() * PANEL * int64_t{sizeof(float)});
     const int64_t widest = max64(1, min64(min64(MOST_COLUMN_PANELS, fitting), panels / (FEW_ITEMS * team)));
     const int64_t parts = ceil_div(panels, widest);
@@ -317,15 +346,21 @@ void Mixture::project_columns(int64_t first_panel, int64_t num_panels, void *out
     end_gemms();
     if (results_ != nullptr) return;
     const ExpertSums from{sums, width, num_chosen_, grouping_.places.data(), weights_};
-    table_.combine_experts(from, 0, num_tokens_, offset(out, first, dtype_), dtype_, layer_.hidden());
+    table_.combine_experts(from, 0, num_tokens_, offset(out, first, dtype_), dtype_, layer_.own_hidden());
 }
 
 }  // namespace
 
 bool are_whole(const ExpertLayer &layer) {
-    const int64_t count = layer.num_experts;
-    return count > 0 && layer.up.num_outputs == count * 2 * layer.inner() && layer.down.num_outputs == count * layer.hidden() &&
-           2 * layer.inner() % PANEL == 0 && layer.hidden() % PANEL == 0;
+    const int64_t count = layer.num_held();
+    if (count < 1 || 2 * layer.own_inner() % PANEL != 0 || layer.own_hidden() % PANEL != 0) return false;
+    if (layer.up.num_outputs != count * 2 * layer.own_inner() || layer.down.num_outputs != count * layer.own_hidden()) return false;
+    const HeldExperts &held = layer.held;
+    if (held.gathering == nullptr) return layer.own_inner() == layer.inner() && layer.own_hidden() == layer.hidden();
+    if (held.first < 0 || held.first + count > layer.num_experts) return false;
+    if (count < layer.num_experts) return layer.own_inner() == layer.inner() && layer.own_hidden() == layer.hidden();
+    return held.inner.num_bytes == layer.own_inner() && held.inner.first >= 0 &&
+           held.inner.first + held.inner.num_bytes <= layer.inner();
 }
 
 void check_memory(const char *function, const ExpertLayer &layer) {
@@ -356,13 +391,14 @@ void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const
                    const void *x, DType dtype, int64_t num_tokens, void *out) {
     const Stopwatch stopwatch(KernelClass::linear);
     const int64_t results = RESULTS_BYTES / (layer.hidden() * int64_t{sizeof(float)});
-    const int64_t pairs = layer.pool == nullptr ? MAX_PAIRS : min64(MAX_PAIRS, results);
+    const bool stores_results = layer.pool != nullptr || layer.num_held() < layer.num_experts;
+    const int64_t pairs = stores_results ? min64(MAX_PAIRS, results) : MAX_PAIRS;
     const int64_t pass = max64(1, pairs / routing.num_chosen);
     for (int64_t t = 0; t < num_tokens; t += pass) {
         const int64_t pair = t * routing.num_chosen;
         Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype,
                 min64(pass, num_tokens - t))
-            .run(offset(out, t * layer.hidden(), dtype));
+            .run(offset(out, t * layer.own_hidden(), dtype));
     }
 }
 

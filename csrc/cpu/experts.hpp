@@ -4,23 +4,36 @@
 
 #include "dispatch.hpp"
 #include "expert_pool.hpp"
+#include "gathering.hpp"
 #include "weight.hpp"
 
 namespace quire {
 
+// What one of several ranks has of a layer's experts: some of them, or some outputs of each.
+struct HeldExperts {
+    Gathering *gathering = nullptr;  // the other ranks; null: there are none
+    int64_t first = 0, count = 0;    // experts
+    Columns inner{0, 0};             // of each expert's activation, in elements
+};
+
 // The experts of a layer: two weights in which one expert's outputs follow another's.
 struct ExpertLayer {
-    LinearWeight up;    // [E * 2 F, H]: of each expert the gate, then `up`
+    LinearWeight up;    // [E * 2 F, H]: of each expert the gate, then `up`; of what this rank has
     LinearWeight down;  // [E * H, F]
     int64_t num_experts;
     Activation activation;
     ExpertPool *pool = nullptr;  // where the weights have no memory: what has some of them in memory
     int64_t number = 0;          // of the layer there
+    HeldExperts held{};
 
     int64_t hidden() const { return up.num_inputs; }
     int64_t inner() const { return down.num_inputs; }
-    LinearWeight up_of(int64_t expert) const { return up.part(expert * 2 * inner(), 2 * inner()); }
-    LinearWeight down_of(int64_t expert) const { return down.part(expert * hidden(), hidden()); }
+    int64_t num_held() const { return held.gathering == nullptr ? num_experts : held.count; }
+    int64_t own_inner() const { return up.num_outputs / (2 * num_held()); }
+    int64_t own_hidden() const { return down.num_outputs / num_held(); }
+    bool holds(int64_t expert) const { return expert >= held.first && expert < held.first + num_held(); }
+    LinearWeight up_of(int64_t expert) const { return up.part((expert - held.first) * 2 * own_inner(), 2 * own_inner()); }
+    LinearWeight down_of(int64_t expert) const { return down.part((expert - held.first) * own_hidden(), own_hidden()); }
 };
 
 // Whether the weights fit together, and each expert's outputs begin with a panel.
@@ -38,6 +51,9 @@ void choose_experts(const ExpertRouting &routing, const float *logits, int64_t n
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
                    const void *x, DType dtype, int64_t num_tokens, void *out);
 
+// Of several ranks, all make the call, with the same choices. Where each has whole experts, `out` is whole; where each has
+// some outputs of all, it has those of the hidden size that this rank's `down` has.
+//
 // Both, of what a router weight [E, H] says of x.
 void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const LinearWeight &router, const void *x, DType dtype,
                  int64_t num_tokens, void *out);

@@ -99,8 +99,8 @@ static bool do_values_fit(const Operation &each) {
             return each.x.width == each.out.width && each.y.width == each.out.width && are_apart(each.x, each.out) &&
                    are_apart(each.y, each.out);
         case Kind::experts:
-            return each.layer.hidden() == each.x.width && each.x.width == each.out.width && are_apart(each.x, each.out) &&
-                   are_whole(each.layer) && each.router.num_inputs == each.x.width &&
+            return each.layer.hidden() == each.x.width && are_apart(each.x, each.out) && are_whole(each.layer) &&
+                   each.layer.own_hidden() == each.out.width && each.router.num_inputs == each.x.width &&
                    each.router.num_outputs == each.layer.num_experts && each.routing.num_experts == each.layer.num_experts;
         case Kind::gate_rows:
             return are_elementwise(each.x, each.out) && each.y.width == 1 && are_apart(each.y, each.out);
@@ -203,6 +203,11 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
         args.require(weight != nullptr && down != nullptr && router != nullptr && routing != nullptr, "no weights of experts");
         check_attached("Operations.add", *router);
         each.layer = {*weight, *down, router->num_outputs, each.activation, pool, pool == nullptr ? 0 : number};
+        if (gathering != nullptr) {
+            args.require(pool == nullptr && num_ids > 0 && columns.size() == 1, "experts of a rank without what it has of them");
+            const auto [begin, end] = columns[0];
+            each.layer.held = {gathering, args.count("the first expert", first_id), num_ids, {begin, end - begin}};
+        }
         each.number = Operation::NO_ADAPTERS;
         check_memory("Operations.add", each.layer);
         each.router = *router;

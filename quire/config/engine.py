@@ -254,6 +254,11 @@ class EngineConfig:
         1,
         "processes of this machine that each hold a part of every matrix; same answers to the bit",
     )
+    enable_expert_parallel: bool = _option(
+        False,
+        "with tensor_parallel_size, give each process whole experts of a mixture, in place of a "
+        "part of every expert",
+    )
     data_parallel_size: int = _option(
         1,
         "engines of the model behind one front, each with all of its weights: requests go where "
@@ -459,6 +464,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is too many: at most {MAX_RANKS} are possible"
                 )
+        if num_ranks == 1 and self.enable_expert_parallel:
+            raise ConfigError(
+                "enable_expert_parallel=True divides experts among processes, and "
+                "tensor_parallel_size=1 is one; give tensor_parallel_size=2 or more, or leave it out"
+            )
         if num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(
                 f"distributed_executor_backend='uni' is one process, and tensor_parallel_size="

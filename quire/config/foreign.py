@@ -141,7 +141,7 @@ _TABLE: tuple[ForeignOption, ...] = (
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
     ),
-    *_absent("one engine uses one device", enable_expert_parallel=False, enable_eplb=False),
+    *_absent("experts stay with the rank that read them", enable_eplb=False),
     *_absent("name the adapter with the request", default_mm_loras=None),
     *_ignored(
         "adapters are kept in the compute dtype, on one device",

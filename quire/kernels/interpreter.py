@@ -272,6 +272,8 @@ class Interpreter:
         return attended.flatten(1)
 
     def _apply_experts(self, operation: ops.Experts, x: Tensor) -> Tensor:
+        if operation.held is not None:
+            raise NotImplementedError("experts that ranks divide are computed by native programs")
         kernels, linears = self._kernels, self._weights.linears
         logits = kernels.linear(x, linears[operation.router], out_dtype="float32")
         added = None if operation.bias is None else self._weights.vectors[operation.bias]

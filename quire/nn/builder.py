@@ -48,6 +48,7 @@ def build_decoder(
     quantize: Callable[[FloatLinears], LinearLoader] = lambda floats: floats,
     adapters: AdapterRows | None = None,
     exchange: Exchange | None = None,
+    is_by_expert: bool = False,
     embedding: EmbeddingTable | None = None,
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
@@ -56,9 +57,9 @@ def build_decoder(
     `quire.quant.linears`). `max_model_len` bounds the positions that can be computed, and settles
     dynamic and long RoPE (see `quire.nn.rope`). With `adapters`, projections take what the
     adapter of a row adds to them. With an `exchange`, only this rank's share of the weights is
-    loaded (`quire.program.sharding`). An `embedding` of another model stands for its own. Raises
-    ConfigError for a dtype or length that cannot work, CheckpointError for weights that cannot be
-    read.
+    loaded (`quire.program.sharding`); of a mixture, with `is_by_expert`, whole experts. An
+    `embedding` of another model stands for its own. Raises ConfigError for a dtype or length that
+    cannot work, CheckpointError for weights that cannot be read.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {' or '.join(COMPUTE_DTYPES)}")
@@ -68,7 +69,8 @@ def build_decoder(
             f"{spec.architecture} learned"
         )
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
-    builder = _Builder(quantize(floats), floats, max_model_len, adapters, exchange)
+    share = None if exchange is None else _Share(exchange, is_by_expert=is_by_expert)
+    builder = _Builder(quantize(floats), floats, max_model_len, adapters, share)
     return builder.decoder(spec, embedding)
 
 
@@ -79,13 +81,14 @@ class _Builder:
         floats: FloatLinears,
         max_model_len: int,
         adapters: AdapterRows | None,
-        exchange: Exchange | None,
+        share: _Share | None,
     ) -> None:
         self._linears = linears
         self._weights, self._kernels, self._dtype = floats.weights, floats.kernels, floats.dtype
         self._max_model_len = max_model_len
         self._adapters = adapters
-        self._exchange = exchange
+        self._share = share
+        self._exchange = None if share is None else share.exchange
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec, table: EmbeddingTable | None = None) -> DecoderModel:
@@ -98,8 +101,8 @@ class _Builder:
                 f"{'; '.join(reasons)}"
             )
         held = _Held(spec, parameters)
-        if self._exchange is not None:
-            program, held = _shared(program, held, self._exchange)
+        if self._share is not None:
+            program, held = _shared(program, held, self._share)
         parameters = held.parameters
         embedding, head = self._ends(held.spec, table)
         num_inner = len(parameters.linears) - len(head)
@@ -189,6 +192,13 @@ class _Builder:
         return self._counted_tensor(table)
 
 
+class _Share(NamedTuple):
+    """Which rank this process is, and how mixtures are divided."""
+
+    exchange: Exchange
+    is_by_expert: bool
+
+
 class _Held(NamedTuple):
     """What this process has of the weights."""
 
@@ -201,11 +211,14 @@ class _Held(NamedTuple):
     """There are, where some are elsewhere."""
 
 
-def _shared(program: Program, held: _Held, exchange: Exchange) -> tuple[Program, _Held]:
+def _shared(program: Program, held: _Held, share: _Share) -> tuple[Program, _Held]:
     """Return a rank's program, and the declaration cut to what it holds."""
     spec, parameters = held.spec, held.parameters
     num_tokens = divisible_tokens(spec)
-    program, shares = shard(program, exchange.rank, exchange.num_ranks, num_tokens)
+    exchange = share.exchange
+    program, shares = shard(
+        program, exchange.rank, exchange.num_ranks, num_tokens, is_by_expert=share.is_by_expert
+    )
     linears = tuple(
         cut_outputs(parts, shares.linears[number]) if number in shares.linears else parts
         for number, parts in enumerate(parameters.linears)

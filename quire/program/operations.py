@@ -199,6 +199,10 @@ class Experts(Operation):
     activation: Gating
     bias: int | None = None
     """The vector, float32, that is added to scores for the choice."""
+    held: range | None = None
+    """Of several ranks, the experts that this one has; None where there is one."""
+    columns: range | None = None
+    """Of each expert's activation, those that this rank computes; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

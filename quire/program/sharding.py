@@ -4,7 +4,7 @@ gathers what the others computed.
 A matrix is divided by outputs alone, so every sum is added up by one rank, in the order in which
 one process would have added it, and any number of ranks gives the same bits. Attention is divided
 by whole heads, with their part of the cache. What cannot be divided (a norm over all heads, latent
-attention, experts) every rank computes for itself, from gathered values.
+attention) every rank computes for itself, from gathered values.
 """
 
 from __future__ import annotations
@@ -67,11 +67,17 @@ def split_evenly(count: int, num_parts: int) -> list[range]:
 
 
 def shard(
-    program: Program, rank: int, num_ranks: int, num_tokens: int | None
+    program: Program,
+    rank: int,
+    num_ranks: int,
+    num_tokens: int | None,
+    *,
+    is_by_expert: bool = False,
 ) -> tuple[Program, Shares]:
     """Return a rank's program, and what it holds of the weights. `num_tokens` is the vocabulary's
-    size; None keeps the tokens' table whole. Every rank's program gathers in the same places."""
-    return _Sharding(program, rank, num_ranks).run(num_tokens)
+    size; None keeps the tokens' table whole. With `is_by_expert`, ranks have different experts, as
+    many each, in place of some outputs of each. Every rank's program gathers in the same places."""
+    return _Sharding(program, rank, num_ranks, is_by_expert=is_by_expert).run(num_tokens)
 
 
 def cache_heads(program: Program) -> list[int]:
@@ -86,8 +92,11 @@ def cache_heads(program: Program) -> list[int]:
 
 
 class _Sharding:
-    def __init__(self, program: Program, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, program: Program, rank: int, num_ranks: int, *, is_by_expert: bool
+    ) -> None:
         self._program, self._rank, self._num_ranks = program, rank, num_ranks
+        self._is_by_expert = is_by_expert
         self._widths = list(program.widths)
         self._parts: dict[int, Ranges] = {}
         """Of values that this rank has a part of, its columns of the whole."""
@@ -130,6 +139,8 @@ class _Sharding:
                     up = range(width + part.start, width + part.stop)
                     self._shares.linears[weight] = (part, up)
                     self._keep_part(operation.outputs[0], (part,))
+            case ops.Experts():
+                return self._experts(operation)
             case ops.Activate() if operation.inputs[0] in self._parts:
                 self._keep_part(operation.outputs[0], self._parts[operation.inputs[0]])
                 return operation
@@ -173,6 +184,28 @@ class _Sharding:
         size, first_key = heads.head_dim, heads.num_queries
         starts = (queries, _moved(keys, first_key), _moved(keys, first_key + heads.num_keys))
         return tuple(range(part.start * size, part.stop * size) for part in starts)
+
+    def _experts(self, operation: ops.Experts) -> ops.Operation:
+        inputs = tuple(map(self._gathered, operation.inputs))
+        value, count = operation.outputs[0], operation.routing.num_experts
+        hidden, inner = self._widths[value], operation.inner
+        if self._is_by_expert:
+            held = split_evenly(count, self._num_ranks)[self._rank]
+            for weight, width in ((operation.up, 2 * inner), (operation.down, hidden)):
+                self._shares.linears[weight] = (range(held.start * width, held.stop * width),)
+            return replace(operation, inputs=inputs, held=held, columns=range(inner))
+        if min(hidden, inner) < UNIT * self._num_ranks:
+            return replace(operation, inputs=inputs)  # no panel for each
+        parts, columns = split(hidden, self._num_ranks), split(inner, self._num_ranks)
+        assert parts is not None and columns is not None
+        part, own = parts[self._rank], columns[self._rank]
+        starts = range(0, count * 2 * inner, inner)  # each expert's gate, and what it gates
+        self._shares.linears[operation.up] = tuple(_moved(own, start) for start in starts)
+        self._shares.linears[operation.down] = tuple(
+            _moved(part, expert * hidden) for expert in range(count)
+        )
+        self._keep_part(value, (part,))
+        return replace(operation, inputs=inputs, held=range(count), columns=own)
 
     def _attend(self, operation: ops.Attend | ops.AttendAll) -> ops.Operation:
         heads, value = operation.heads, operation.outputs[0]

@@ -130,9 +130,14 @@ def interpreted(model: DecoderModel) -> DecoderModel:
 
 
 def build_ranks(
-    spec: DecoderSpec, kernels: Kernels, ranks: Sequence[Exchange], dtype: str, method: str | None
+    spec: DecoderSpec,
+    kernels: Kernels,
+    ranks: Sequence[Exchange],
+    dtype: str,
+    method: str | None,
+    **options: bool,
 ) -> list[DecoderModel]:
-    return [build_one(spec, kernels, dtype, method, each) for each in ranks]
+    return [build_one(spec, kernels, dtype, method, each, **options) for each in ranks]
 
 
 def build_one(
@@ -141,6 +146,8 @@ def build_one(
     dtype: str,
     method: str | None,
     exchange: Exchange | None = None,
+    *,
+    is_by_expert: bool = False,
 ) -> DecoderModel:
     def quantize(floats: FloatLinears) -> LinearLoader:
         if method is None:
@@ -149,7 +156,7 @@ def build_one(
 
     return build_decoder(
         spec, DummyWeights(), kernels, dtype=dtype, max_model_len=64, exchange=exchange,
-        quantize=quantize,
+        quantize=quantize, is_by_expert=is_by_expert,
     )  # fmt: skip
 
 
@@ -195,11 +202,41 @@ def test_the_same_holds_in_every_form_of_weights(name: str, dtype: str, method: 
             assert torch.equal(found, expected) and are_equal(ours, theirs)
 
 
-def test_each_rank_holds_its_share_of_what_can_be_divided() -> None:
+MIXTURES = [
+    pytest.param("olmoe", 3, "float32", None),
+    *(
+        pytest.param(name, num_ranks, dtype, method, marks=pytest.mark.slow)
+        for name in ("qwen2 moe", "latent", "olmoe")
+        for num_ranks in (2, 3)
+        for dtype, method in (("bfloat16", None), ("bfloat16", "int8"), ("float32", "int4"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "dtype", "method"), MIXTURES)
+def test_ranks_with_experts_of_their_own_give_the_bits_of_one_process(
+    name: str, num_ranks: int, dtype: str, method: str | None
+) -> None:
     kernels = CpuKernels()
-    whole = build(SPECS["llama"], kernels)
+    whole = build_one(SPECS[name], kernels, dtype, method)
+    with exchanges(num_ranks) as ranks:
+        models = build_ranks(SPECS[name], kernels, ranks, dtype, method, is_by_expert=True)
+        for num_wanted in (None, WANTED[2]):
+            expected, theirs = run_ragged(whole, num_wanted)
+            found, ours = run_ragged(whole, num_wanted, Ranks(models))
+            assert torch.equal(found, expected) and are_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_by_expert"), [("llama", False), ("olmoe", False), ("olmoe", True)]
+)
+def test_each_rank_holds_its_share_of_what_can_be_divided(name: str, is_by_expert: bool) -> None:
+    kernels = CpuKernels()
+    whole = build(SPECS[name], kernels)
     with exchanges(2) as ranks:
-        models = build_ranks(SPECS["llama"], kernels, ranks, "float32", None)
+        models = build_ranks(
+            SPECS[name], kernels, ranks, "float32", None, is_by_expert=is_by_expert
+        )
     tables = sum(each.nbytes for each in whole.weights.ropes)
     for model in models:
         assert model.num_bytes - tables < 0.6 * (whole.num_bytes - tables)

@@ -122,12 +122,44 @@ def test_models_of_other_kinds_give_the_same_bits(
         assert answers(engine) == expected
 
 
+OLMOE = {"num_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4,
     "topk_group": 2,
 }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("OlmoeForCausalLM", OLMOE, {"quantization": "int8"}),
+        ("OlmoeForCausalLM", OLMOE, {"dtype": "float32", "kv_cache_memory": "64KiB"}),
+        ("DeepseekV3ForCausalLM", LATENT, {"dtype": "bfloat16"}),
+        ("DeepseekV3ForCausalLM", LATENT, {"quantization": "int4"}),
+    ],
+    ids=str,
+)
+def test_ranks_with_experts_of_their_own_are_replaced_and_give_the_bits_of_one_process(
+    tmp_path: Path, name: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path, name, **sizes)
+    with engine_of(folder, **options) as engine:
+        expected = answers(engine)
+    sizes_of_group = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with engine_of(folder, **sizes_of_group, **options) as engine:
+        group, num_steps = ranks_of(engine).group, 0
+
+        def strike() -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 5:
+                os.kill(group.pids[0], signal.SIGKILL)
+
+        assert answers(engine, strike) == expected
+        assert num_steps > 5
 
 
 @pytest.mark.slow
@@ -232,12 +264,25 @@ def test_nothing_of_a_group_is_left_behind(tmp_path: Path) -> None:
             "distributed_executor_backend='uni' is one process",
         ),
         ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds=0 must be"),
+        ({"enable_expert_parallel": True}, "tensor_parallel_size=1 is one"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "LlamaForCausalLM has no experts",
+        ),
     ],
 )
 def test_what_ranks_cannot_do_is_said_before_anything_starts(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     folder = write_model(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(ConfigError, match=message), engine_of(folder, **options):
+        pass
+
+
+def test_experts_that_cannot_be_divided_evenly_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "OlmoeForCausalLM", **OLMOE)
+    message = r"4 experts cannot be divided among tensor_parallel_size=3 .*\(2, 4\)"
+    options = {"tensor_parallel_size": 3, "enable_expert_parallel": True}
     with pytest.raises(ConfigError, match=message), engine_of(folder, **options):
         pass
 

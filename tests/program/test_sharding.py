@@ -8,7 +8,7 @@ from program_cases import SPECS
 from quire.models.cutting import cut, cut_outputs, rows_within
 from quire.models.lowering import lower
 from quire.models.tensors import TensorSpec, linear
-from quire.program.operations import EmbedGathered, Gather, Heads
+from quire.program.operations import EmbedGathered, Experts, Gather, Heads
 from quire.program.sharding import cache_heads, shard, split, split_heads
 
 
@@ -53,6 +53,21 @@ def test_ranks_gather_in_the_same_places_and_have_everything_together(
         num_outputs = sum(part.num_outputs for part in parameters.linears[number])
         assert set(held) == set(range(num_outputs))
     assert sum(sum(cache_heads(each)) for each, _ in divided) >= sum(cache_heads(program))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 9])
+def test_every_expert_is_one_ranks_alone(num_ranks: int) -> None:
+    program, parameters = lower(SPECS["olmoe"])
+    divided = [shard(program, rank, num_ranks, 101, is_by_expert=True) for rank in range(num_ranks)]
+    held = [[a.held for a in each.operations if isinstance(a, Experts)] for each, _ in divided]
+    for layer in zip(*held, strict=True):
+        assert [expert for part in layer if part is not None for expert in part] == list(range(9))
+    for operation in program.operations:
+        if isinstance(operation, Experts):
+            for number in (operation.up, operation.down):
+                rows = [row for _, shares in divided for row in shares.linears[number][0]]
+                size = sum(part.num_outputs for part in parameters.linears[number])
+                assert rows == list(range(size))
 
 
 def test_a_cut_names_the_stored_rows_that_it_is() -> None:

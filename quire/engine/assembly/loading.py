@@ -67,6 +67,7 @@ def load_model(
             quantize=quantize if store is None else _paging(quantize, store),
             adapters=adapters,
             exchange=exchange,
+            is_by_expert=plan.config.enable_expert_parallel,
         )
 
         if exchange is not None and exchange.rank > 0:

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire.common.numbers import format_bytes
-from quire.config.engine import EngineConfig
+from quire.config.engine import MAX_RANKS, EngineConfig
+from quire.engine.plan.experts import mixtures
 from quire.engine.plan.machine import Machine
 from quire.errors import ConfigError
 from quire.models.cutting import divisible_tokens
 from quire.models.declaration import DecoderSpec
-from quire.models.lowering import lower
+from quire.models.lowering import Parameters, lower
 from quire.models.tensors import DTYPE_BYTES
-from quire.program.sharding import cache_heads, shard
+from quire.program.operations import Program
+from quire.program.sharding import Shares, cache_heads, shard
 from quire.quant.formats import WeightFormats
 
 
@@ -46,6 +48,25 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
                 f"{name} is not available with tensor_parallel_size="
                 f"{config.tensor_parallel_size} yet; leave one of them out"
             )
+    if config.enable_expert_parallel:
+        _check_experts(config.tensor_parallel_size, spec)
+
+
+def _check_experts(num_ranks: int, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless every rank can have as many experts of each layer."""
+    counts = sorted({len(each.experts) for each in mixtures(spec)})
+    if not counts:
+        raise ConfigError(
+            f"enable_expert_parallel=True, and {spec.architecture} has no experts; leave it out"
+        )
+    for count in counts:
+        if count % num_ranks:
+            possible = [str(size) for size in range(2, MAX_RANKS + 1) if count % size == 0]
+            raise ConfigError(
+                f"enable_expert_parallel=True: {count} experts cannot be divided among "
+                f"tensor_parallel_size={num_ranks} processes; give a size that divides them "
+                f"({', '.join(possible)}), or leave enable_expert_parallel out"
+            )
 
 
 def cores_of_each(machine: Machine, num_ranks: int) -> tuple[int, str]:
@@ -58,31 +79,50 @@ def cores_of_each(machine: Machine, num_ranks: int) -> tuple[int, str]:
 
 def decisions(
     config: EngineConfig, spec: DecoderSpec, formats: WeightFormats, dtype: str
-) -> Iterator[tuple[str, int, str]]:
+) -> Iterator[tuple[str, object, str]]:
     """Give what `quire plan` says of ranks, where there are several."""
-    shares = rank_shares(spec, formats, dtype, config.tensor_parallel_size)
+    num_ranks, is_by_expert = config.tensor_parallel_size, config.enable_expert_parallel
+    shares = rank_shares(spec, formats, dtype, num_ranks, is_by_expert=is_by_expert)
     if shares:
         largest = format_bytes(max(share.weight_bytes for share in shares))
         kv = ", ".join(f"{share.kv_share:.0%}" for share in shares)
         reason = f"given; a rank holds at most {largest} of the weights, of the KV cache {kv}"
         yield "tensor_parallel_size", len(shares), reason
+    if is_by_expert:
+        count = max(len(each.experts) for each in mixtures(spec))
+        yield "enable_expert_parallel", True, f"given; a rank holds {count // num_ranks} of {count}"
 
 
 def rank_shares(
-    spec: DecoderSpec, formats: WeightFormats, dtype: str, num_ranks: int
+    spec: DecoderSpec,
+    formats: WeightFormats,
+    dtype: str,
+    num_ranks: int,
+    *,
+    is_by_expert: bool = False,
 ) -> tuple[RankShare, ...]:
     """Return what each rank holds; empty of one alone. Weights that every rank holds all of count
     for each."""
     if num_ranks == 1:
         return ()
-    return tuple(_share(spec, formats, dtype, rank, num_ranks) for rank in range(num_ranks))
+    program, parameters = lower(spec)
+    found = []
+    for rank in range(num_ranks):
+        divided = shard(
+            program, rank, num_ranks, divisible_tokens(spec), is_by_expert=is_by_expert
+        )
+        found.append(_share(spec, formats, dtype, (program, parameters), divided))
+    return tuple(found)
 
 
 def _share(
-    spec: DecoderSpec, formats: WeightFormats, dtype: str, rank: int, num_ranks: int
+    spec: DecoderSpec,
+    formats: WeightFormats,
+    dtype: str,
+    lowered: tuple[Program, Parameters],
+    part: tuple[Program, Shares],
 ) -> RankShare:
-    program, parameters = lower(spec)
-    divided, shares = shard(program, rank, num_ranks, divisible_tokens(spec))
+    (program, parameters), (divided, shares) = lowered, part
     spared = 0.0
     for number, parts in enumerate(parameters.linears):
         num_outputs = sum(part.num_outputs for part in parts)

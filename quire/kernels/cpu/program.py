@@ -344,7 +344,14 @@ class _Writer:
     def _experts(self, operation: ops.Experts) -> dict[str, Any]:
         linears = self._weights.linears
         weights = experts.native_experts(linears[operation.up], linears[operation.down])
-        return {
+        held, columns = operation.held, operation.columns
+        of_rank: dict[str, Any] = {}
+        if held is not None and columns is not None:
+            of_rank = {
+                "gathering": self._gathering(), "first_id": held.start, "num_ids": len(held),
+                "columns": [(columns.start, columns.stop)],
+            }  # fmt: skip
+        return of_rank | {
             "router": self._linear_weight(operation.router),
             "weight": weights.up,
             "down": weights.down,
