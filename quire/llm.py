@@ -227,7 +227,7 @@ class LLM(PoolingCalls, DecisionCalls):
     def get_world_size(self, include_dp: bool = True) -> int:
         """Processes that compute: those of one model, and with `include_dp` of all replicas."""
         config = self.config
-        return config.tensor_parallel_size * (config.data_parallel_size if include_dp else 1)
+        return config.num_processes * (config.data_parallel_size if include_dp else 1)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -214,11 +214,8 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 
 def _help_of(item: dataclasses.Field[Any]) -> str:
-    """Return the declared help and default; options that are only there to be
-    refused by name are not shown."""
+    """Return the declared help and default."""
     text = str(item.metadata["help"]).replace("%", "%%")
-    if text.startswith("not available"):
-        return argparse.SUPPRESS
     return (
         text
         if item.default in (None, ()) or "default" in text

@@ -54,6 +54,7 @@ _LEAST = {
     "max_lora_rank": 1,
     "max_cpu_loras": 1,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
 }
 """Whole numbers, each with the least that makes sense."""
@@ -259,6 +260,11 @@ class EngineConfig:
         "with tensor_parallel_size, give each process whole experts of a mixture, in place of a "
         "part of every expert",
     )
+    pipeline_parallel_size: int = _option(
+        1,
+        "processes of this machine that each hold some of the layers, or groups of them with "
+        "tensor_parallel_size; same answers to the bit",
+    )
     data_parallel_size: int = _option(
         1,
         "engines of the model behind one front, each with all of its weights: requests go where "
@@ -272,7 +278,6 @@ class EngineConfig:
     distributed_timeout_seconds: float = _option(
         10.0, "a process of the model that gives no sign of life for so long is replaced"
     )
-    pipeline_parallel_size: int = _option(1, "not available yet beyond 1")
     speculative_config: Mapping[str, Any] | None = _option(
         None,
         "draft tokens and compute several of a sequence at once, with the same answers: "
@@ -329,6 +334,11 @@ class EngineConfig:
                 )
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         return cls(model=model, **options)
+
+    @property
+    def num_processes(self) -> int:
+        """That compute one model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def quantize_to(self) -> str | None:
@@ -450,29 +460,31 @@ class EngineConfig:
                 f"expert_memory={self.expert_memory!r} needs weights_cache, too: the folder for "
                 "the file that all experts are in"
             )
-        if self.pipeline_parallel_size != 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size!r} is not available yet; "
-                "leave it at 1"
-            )
         self._check_ranks()
 
     def _check_ranks(self) -> None:
         num_ranks, timeout = self.tensor_parallel_size, self.distributed_timeout_seconds
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) > MAX_RANKS:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is too many: at most {MAX_RANKS} are possible"
                 )
+        if self.num_processes > MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks} times pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} are too many processes: at most {MAX_RANKS} are "
+                "possible"
+            )
         if num_ranks == 1 and self.enable_expert_parallel:
             raise ConfigError(
-                "enable_expert_parallel=True divides experts among processes, and "
-                "tensor_parallel_size=1 is one; give tensor_parallel_size=2 or more, or leave it out"
+                "enable_expert_parallel=True divides experts among ranks, and "
+                "tensor_parallel_size=1 is one; give 2 or more, or leave it out"
             )
-        if num_ranks > 1 and self.distributed_executor_backend == "uni":
+        if self.num_processes > 1 and self.distributed_executor_backend == "uni":
+            name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"
             raise ConfigError(
-                f"distributed_executor_backend='uni' is one process, and tensor_parallel_size="
-                f"{num_ranks} needs more; give 'mp', or leave it out"
+                f"distributed_executor_backend='uni' is one process, and {name}="
+                f"{getattr(self, name)} needs more; give 'mp', or leave it out"
             )
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if not is_number or not 0.0 < timeout <= 3600.0:

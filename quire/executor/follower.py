@@ -1,4 +1,4 @@
-"""A rank that does as rank 0 says: passes, its part of the head, and copies of blocks."""
+"""Processes that do as others say: ranks of the first stage, and those of later ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from quire.kernels.exchange import Exchange
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
 from quire.parallel.divided import Kind, forward
+from quire.parallel.pipeline import run_stage, with_states
+from quire.parallel.sections import ROUND_S, ResultSender, StageReceiver, StageSender
 from quire.parallel.shared_memory import RankCommand, SharedMemory
 from quire.worker.memory import KVMemory
 from quire.worker.staging import Staging
 
-_ROUND_S = 1.0
-"""Between two looks at whether to go on, while nothing is asked."""
-
 
 class Follower:
-    """One rank's model and its part of the KV memory."""
+    """A rank of the first stage: its model, and its part of the KV memory."""
 
     def __init__(
         self, model: DecoderModel, memory: KVMemory, shared: SharedMemory, exchange: Exchange
@@ -35,7 +34,7 @@ class Follower:
         is then over."""
         native = self._exchange.native
         while goes_on():
-            if native.wait_posted(_ROUND_S):
+            if native.wait_posted(ROUND_S):
                 self._do(self._shared.read())
                 native.finish()
 
@@ -55,3 +54,50 @@ class Follower:
             head.logits(tensor)
         else:
             head.argmax(tensor)
+
+
+class StageFollower:
+    """A rank of a later stage: its model, and its part of the KV memory."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        memory: KVMemory,
+        source: StageReceiver,
+        caches: range,
+        *,
+        next_stage: StageSender | None = None,
+        results: ResultSender | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """Of a stage, the first rank alone has the way to the next one, or the way back."""
+        self._model, self._memory, self._source = model, memory, source
+        self._caches, self._is_last = caches, is_last
+        self._next_stage, self._results = next_stage, results
+        self._stage = Staging(model.kernels.device)
+
+    @torch.inference_mode()
+    def serve(self, goes_on: Callable[[], bool], wait_s: float) -> None:
+        """Compute what the stage before gives, as long as there is one. Raises what goes wrong: the
+        group is then over. `wait_s` is for `StageReceiver.receive`."""
+        while goes_on():
+            command = self._source.receive(wait_s)
+            if command is not None:
+                self._do(command)
+
+    def _do(self, command: RankCommand) -> None:
+        if command.kind == Kind.COPY_BLOCKS:
+            (pairs,) = command.tensors
+            assert pairs is not None
+            copies = [BlockCopy(*pair) for pair in pairs.tolist()]
+            self._memory.copy_blocks(copies, self._model.kernels, self._stage)
+            if self._next_stage is not None:
+                self._next_stage.send(command)
+            return
+        plain, first_row, states = run_stage(
+            self._model.run, command, self._memory.caches, self._caches, is_last=self._is_last
+        )
+        if self._next_stage is not None:
+            self._next_stage.send(with_states(plain, first_row, states))
+        if self._results is not None:
+            self._results.send(first_row, states)

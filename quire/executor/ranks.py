@@ -19,11 +19,13 @@ import torch
 from quire.core.plan import BlockCopy, StepPlan, StepResult
 from quire.executor.inline import InlineExecutor
 from quire.executor.interface import Launched, StepLostError
-from quire.kernels.interface import Kernels
+from quire.kernels.interface import ForwardPass, Kernels
+from quire.models.kv_layout import KVLayout
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
 from quire.parallel.divided import Kind, LedHead, LedPass
 from quire.parallel.group import GroupLostError, RankGroup
+from quire.parallel.pipeline import StagedPass
 from quire.parallel.shared_memory import RankCommand
 from quire.sampling.processors import ProcessorTable
 from quire.worker.memory import KVMemory
@@ -39,8 +41,10 @@ MAX_LOSSES = 3
 class LedMemory(KVMemory):
     """Rank 0's part of the KV memory: what is copied here, the others copy, too."""
 
-    def __init__(self, own: KVMemory, group: RankGroup) -> None:
+    def __init__(self, own: KVMemory, group: RankGroup, layout: KVLayout) -> None:
+        """`layout` is that of all stages together."""
         vars(self).update(vars(own))
+        self.layout = layout
         self._group = group
 
     def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels, stage: Staging) -> None:
@@ -48,17 +52,26 @@ class LedMemory(KVMemory):
         if copies:
             pairs = torch.tensor([tuple(copy) for copy in copies], dtype=torch.int64)
             copy_own = partial(super().copy_blocks, copies, kernels, stage)
-            self._group.call(RankCommand(Kind.COPY_BLOCKS, (), (pairs,)), copy_own)
+            command = RankCommand(Kind.COPY_BLOCKS, (), (pairs,))
+            self._group.call(command, copy_own)
+            if self._group.next_stage is not None:
+                with self._group.uninterrupted():
+                    self._group.next_stage.send(command)
 
 
-def lead(model: DecoderModel, memory: KVMemory, group: RankGroup) -> tuple[DecoderModel, KVMemory]:
-    """Return rank 0's model and KV memory so that the others follow them."""
+def lead(
+    model: DecoderModel, memory: KVMemory, group: RankGroup, layout: KVLayout
+) -> tuple[DecoderModel, KVMemory]:
+    """Return the first process's model and KV memory so that the others follow them. `layout` is
+    that of all stages together."""
     head = model.divided_head
     if head is not None:
         assert isinstance(head, DividedHead)
         head = LedHead(head, group)
-    led = replace(model, run=LedPass(model.run, group), divided_head=head)
-    return led, LedMemory(memory, group)
+    run: ForwardPass = LedPass(model.run, group)
+    if group.shape.num_stages > 1:
+        run = StagedPass(run, group, range(len(memory.caches)))
+    return replace(model, run=run, divided_head=head), LedMemory(memory, group, layout)
 
 
 class RanksExecutor(InlineExecutor):

@@ -38,6 +38,13 @@ class Parameters:
     biases: tuple[PositionBiasSpec, ...] = ()
 
 
+def projection_sizes(parameters: Parameters) -> list[int]:
+    """Return how many numbers each stacked weight has."""
+    return [
+        sum(part.num_outputs * part.num_inputs for part in parts) for parts in parameters.linears
+    ]
+
+
 def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
     """Return the program of a decoder, as plain as it can be: passes (`quire.program.passes`)
     are for back ends to choose."""

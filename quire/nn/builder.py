@@ -10,28 +10,24 @@ business.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.exchange import Exchange
+from quire.kernels.elsewhere import ElsewhereLinear
 from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
 from quire.kernels.lora import AdapterRows
-from quire.models.cutting import cut, cut_outputs, divisible_tokens
 from quire.models.declaration import DecoderSpec, PositionBiasSpec
-from quire.models.lowering import Parameters, lower
+from quire.models.lowering import lower
 from quire.models.rope import RopeSpec
 from quire.models.tensors import LinearSpec, TensorSpec
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
+from quire.nn.parts import HeldPart, ModelPart, hold
 from quire.nn.position_bias import position_bias
 from quire.nn.rope import rope_table
-from quire.program.operations import Program
 from quire.program.passes import make_adaptable
-from quire.program.sharding import shard
 from quire.quant.linears import FloatLinears, LinearLoader
 from quire.weights.source import WeightSource
 
@@ -47,8 +43,7 @@ def build_decoder(
     max_model_len: int,
     quantize: Callable[[FloatLinears], LinearLoader] = lambda floats: floats,
     adapters: AdapterRows | None = None,
-    exchange: Exchange | None = None,
-    is_by_expert: bool = False,
+    part: ModelPart | None = None,
     embedding: EmbeddingTable | None = None,
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
@@ -56,10 +51,10 @@ def build_decoder(
     `quantize` puts another way of loading projections around the plain one (see
     `quire.quant.linears`). `max_model_len` bounds the positions that can be computed, and settles
     dynamic and long RoPE (see `quire.nn.rope`). With `adapters`, projections take what the
-    adapter of a row adds to them. With an `exchange`, only this rank's share of the weights is
-    loaded (`quire.program.sharding`); of a mixture, with `is_by_expert`, whole experts. An
-    `embedding` of another model stands for its own. Raises ConfigError for a dtype or length that
-    cannot work, CheckpointError for weights that cannot be read.
+    adapter of a row adds to them. With a `part`, only what this process holds is loaded
+    (`quire.nn.parts`). An `embedding` of another model stands for its own. Raises
+    ConfigError for a dtype or length that cannot work, CheckpointError for weights that cannot be
+    read.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {' or '.join(COMPUTE_DTYPES)}")
@@ -69,8 +64,7 @@ def build_decoder(
             f"{spec.architecture} learned"
         )
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
-    share = None if exchange is None else _Share(exchange, is_by_expert=is_by_expert)
-    builder = _Builder(quantize(floats), floats, max_model_len, adapters, share)
+    builder = _Builder(quantize(floats), floats, max_model_len, adapters, part or ModelPart())
     return builder.decoder(spec, embedding)
 
 
@@ -81,14 +75,13 @@ class _Builder:
         floats: FloatLinears,
         max_model_len: int,
         adapters: AdapterRows | None,
-        share: _Share | None,
+        part: ModelPart,
     ) -> None:
         self._linears = linears
         self._weights, self._kernels, self._dtype = floats.weights, floats.kernels, floats.dtype
         self._max_model_len = max_model_len
         self._adapters = adapters
-        self._share = share
-        self._exchange = None if share is None else share.exchange
+        self._part = part
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec, table: EmbeddingTable | None = None) -> DecoderModel:
@@ -100,32 +93,59 @@ class _Builder:
                 f"the {self._kernels.name} kernels cannot run {spec.architecture}: "
                 f"{'; '.join(reasons)}"
             )
-        held = _Held(spec, parameters)
-        if self._share is not None:
-            program, held = _shared(program, held, self._share)
-        parameters = held.parameters
-        embedding, head = self._ends(held.spec, table)
-        num_inner = len(parameters.linears) - len(head)
-        weights = Weights(
-            linears=(*(self._linear(*parts) for parts in parameters.linears[:num_inner]), *head),
-            tables=(embedding, *(self._tensor(each) for each in parameters.tables[1:])),
-            vectors=tuple(self._tensor(each) for each in parameters.vectors),
-            ropes=tuple(self._rope(each) for each in parameters.ropes),
-            biases=tuple(self._bias(each) for each in parameters.biases),
-            max_model_len=self._max_model_len,
-            exchange=self._exchange,
-        )
-        run = self._kernels.compile(program, weights)
+        held = hold(spec, self._part, (program, parameters))
+        weights = self._held_weights(held, table)
+        run = self._kernels.compile(held.program, weights)
         return DecoderModel(
-            spec, self._kernels, program, weights, run, self._num_bytes, self._adapters,
+            spec, self._kernels, held.program, weights, run, self._num_bytes, self._adapters,
             divided_head=self._divided_head(held, weights),
+            caches=None if held.stage is None else held.stage.caches,
         )  # fmt: skip
 
-    def _divided_head(self, held: _Held, weights: Weights) -> DividedHead | None:
-        if self._exchange is None or held.tokens is None or held.spec.head is None:
+    def _held_weights(self, held: HeldPart, table: EmbeddingTable | None) -> Weights:
+        """Load what the program needs. Numbers of weights that are another stage's stay empty."""
+        parameters, stage = held.parameters, held.stage
+        if held.has_ends:
+            embedding, head = self._ends(held.spec, table)
+            others = parameters.tables[1:]
+        else:
+            embedding, head = torch.empty(0, held.spec.hidden_size, dtype=self._dtype), ()
+            others = ()
+        num_inner = len(parameters.linears) - len(head)
+        nothing = torch.empty(0)
+        return Weights(
+            linears=(
+                *(
+                    self._linear(*parts)
+                    if stage is None or number in stage.linears
+                    else ElsewhereLinear()
+                    for number, parts in enumerate(parameters.linears[:num_inner])
+                ),
+                *head,
+            ),
+            tables=(embedding, *map(self._tensor, others)),
+            vectors=tuple(
+                self._tensor(each) if stage is None or number in stage.vectors else nothing
+                for number, each in enumerate(parameters.vectors)
+            ),
+            ropes=tuple(
+                self._rope(each) if stage is None or number in stage.ropes else nothing
+                for number, each in enumerate(parameters.ropes)
+            ),
+            biases=tuple(
+                self._bias(each) if stage is None or number in stage.biases else nothing
+                for number, each in enumerate(parameters.biases)
+            ),
+            max_model_len=self._max_model_len,
+            exchange=self._part.exchange,
+        )
+
+    def _divided_head(self, held: HeldPart, weights: Weights) -> DividedHead | None:
+        exchange = self._part.exchange
+        if exchange is None or not held.has_ends or held.tokens is None or held.spec.head is None:
             return None
         return DividedHead(
-            self._kernels, weights.linears[-1], self._exchange, held.tokens, held.num_tokens
+            self._kernels, weights.linears[-1], exchange, held.tokens, held.num_tokens
         )
 
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
@@ -190,46 +210,3 @@ class _Builder:
     def _rope(self, spec: RopeSpec) -> Tensor:
         table = rope_table(spec, self._max_model_len).to(self._kernels.device)
         return self._counted_tensor(table)
-
-
-class _Share(NamedTuple):
-    """Which rank this process is, and how mixtures are divided."""
-
-    exchange: Exchange
-    is_by_expert: bool
-
-
-class _Held(NamedTuple):
-    """What this process has of the weights."""
-
-    spec: DecoderSpec
-    """Whose embedding and head are cut to it."""
-    parameters: Parameters
-    tokens: range | None = None
-    """Those of the embedding and the head; None: all."""
-    num_tokens: int = 0
-    """There are, where some are elsewhere."""
-
-
-def _shared(program: Program, held: _Held, share: _Share) -> tuple[Program, _Held]:
-    """Return a rank's program, and the declaration cut to what it holds."""
-    spec, parameters = held.spec, held.parameters
-    num_tokens = divisible_tokens(spec)
-    exchange = share.exchange
-    program, shares = shard(
-        program, exchange.rank, exchange.num_ranks, num_tokens, is_by_expert=share.is_by_expert
-    )
-    linears = tuple(
-        cut_outputs(parts, shares.linears[number]) if number in shares.linears else parts
-        for number, parts in enumerate(parameters.linears)
-    )
-    vectors = tuple(
-        cut(each, shares.vectors[number]) if number in shares.vectors else each
-        for number, each in enumerate(parameters.vectors)
-    )
-    parameters = replace(parameters, linears=linears, vectors=vectors)
-    if shares.tokens is None or num_tokens is None:
-        return program, _Held(spec, parameters)
-    head = None if spec.head is None else cut_outputs([spec.head], (shares.tokens,))[0]
-    cut_spec = replace(spec, embedding=cut(spec.embedding, shares.tokens), head=head)
-    return program, _Held(cut_spec, parameters, shares.tokens, num_tokens)

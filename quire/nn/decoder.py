@@ -52,6 +52,8 @@ class DecoderModel:
     """What stands in place of tokens, in a model that reads images."""
     divided_head: OutputHead | None = None
     """The head, where `weights` have a part of it alone."""
+    caches: range | None = None
+    """Of the model's, those that this process's stage has; None: all."""
     keeper: StateKeeper | None = None
     """Of the hidden states of all tokens, which are all computed then."""
 

@@ -27,6 +27,7 @@ class Kind(IntEnum):
     LOGITS = 1
     ARGMAX = 2
     COPY_BLOCKS = 3
+    STAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +85,18 @@ class LedPass:
     ) -> Tensor:
         assert adapters is None and content is None, "neither is divided among ranks"
         return self.group.call(
-            _asked(token_ids, positions, batch, num_wanted),
+            asked(token_ids, positions, batch, num_wanted),
             lambda: self.own(token_ids, positions, batch, kv_caches, num_wanted),
         )
 
 
-def _asked(
+def asked(
     token_ids: Tensor,
     positions: Tensor,
     batch: AttentionBatch,
     num_wanted: Tensor | None,
 ) -> RankCommand:
+    """Return a pass as a command."""
     groups = (batch, *batch.others)
     tables = [tensor for each in groups for tensor in (each.slots, each.block_tables)]
     return RankCommand(
@@ -111,6 +113,12 @@ def forward(
     run: ForwardPass, command: RankCommand, kv_caches: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Run a pass that rank 0 asks for."""
+    token_ids, batch, num_wanted = batch_of(command)
+    return run(token_ids, batch.positions, batch, kv_caches, num_wanted)
+
+
+def batch_of(command: RankCommand) -> tuple[Tensor, AttentionBatch, Tensor | None]:
+    """Return the tokens of a pass that is a command, and which of them are wanted."""
     max_query_len, max_context_len, *group_of = command.numbers
     token_ids, positions, query_start, context_len, wanted, *tables = command.tensors
     assert token_ids is not None and positions is not None
@@ -129,4 +137,4 @@ def forward(
         query_start, context_len, first.block_tables, first.slots, positions, max_query_len,
         max_context_len, others=tuple(others), group_of=tuple(group_of),
     )  # fmt: skip
-    return run(token_ids, positions, batch, kv_caches, wanted)
+    return token_ids, batch, wanted

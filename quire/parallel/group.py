@@ -1,4 +1,5 @@
-"""Rank 0's side of a group: it asks the others for what it computes itself at the same time.
+"""Rank 0's side of a group: it asks the ranks of its stage for what it computes itself at the same
+time, and the later stages for what follows.
 
 Whatever goes wrong in between (a rank that is gone or silent, an exception on any side) ends the
 group as a whole: where the ranks are within a step is then unknown. `restart` makes another.
@@ -8,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from quire.errors import EngineError
 from quire.kernels.exchange import Exchange
 from quire.parallel.processes import RankProcess, Watcher
-from quire.parallel.shared_memory import RankCommand, SharedMemory, create_memory
+from quire.parallel.sections import GroupShape, ResultReceiver, Sections, StageSender
+from quire.parallel.shared_memory import RankCommand
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +33,38 @@ class GroupLostError(EngineError):
 
 
 class RankGroup:
-    """The processes of ranks 1 and above, and what they share with this one."""
+    """The processes of all ranks but the first of the first stage, and what they share with it."""
 
     def __init__(
         self,
         command: Sequence[str],
         start: Mapping[str, Any],
         *,
-        num_ranks: int,
+        shape: GroupShape,
         command_bytes: int,
         silence_s: float,
     ) -> None:
         """Start the processes; they load while this one does. `start` says what they build; rank,
-        sizes and the memory's descriptor are added to it."""
-        self.num_ranks = num_ranks
+        sizes and the memory's descriptors are added to it."""
+        self.shape = shape
         self._command, self._start = tuple(command), dict(start)
-        self._fileno = create_memory(command_bytes)
-        self.memory = SharedMemory(self._fileno, command_bytes)
-        self.exchange: Exchange = self.memory.exchange(0, num_ranks, silence_s)
+        self._filenos = Sections.create(shape, command_bytes)
+        self._sections = Sections(self._filenos, shape, command_bytes, silence_s)
+        self._observers = self._sections.observers()
+        self.memory, self.exchange = self._sections.exchange(0, 0)
+        self.next_stage: StageSender | None = None
+        """The way into the stage after this one, if there is any; and the way back."""
+        self.results: ResultReceiver | None = None
+        if shape.num_stages > 1:
+            self.next_stage = self._sections.sender(1)
+            self.results = self._sections.result_receiver()
         self._start |= {
-            "fileno": self._fileno, "num_ranks": num_ranks, "command_bytes": command_bytes,
-            "silence_s": silence_s,
+            "filenos": self._filenos, "num_ranks": shape.num_ranks,
+            "num_stages": shape.num_stages, "command_bytes": command_bytes, "silence_s": silence_s,
         }  # fmt: skip
         self._processes: list[RankProcess] = []
+        self._changing = threading.Lock()
+        """Held while processes are replaced, and while it is looked who has ended."""
         self._is_closed = False
         self._watcher: Watcher | None = None
         try:
@@ -59,17 +72,22 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
-        self._watcher = Watcher(self.exchange.native.beat, self._look)
+        self._watcher = Watcher(self._sections.beat, self._look)
 
     @property
     def pids(self) -> list[int]:
-        """The processes of ranks 1 and above."""
+        """The other processes, those of this stage first."""
         return [each.pid for each in self._processes]
 
     @property
     def is_lost(self) -> bool:
         """Whether a rank is known to be gone."""
-        return self.exchange.native.is_lost
+        return any(each.native.is_lost for each in self._observers)
+
+    @property
+    def shared(self) -> Exchange | None:
+        """What this stage's ranks exchange by; None where it has one alone."""
+        return None if self.shape.num_ranks == 1 else self.exchange
 
     def wait_ready(self) -> None:
         """Wait until all ranks have loaded. Raises ConfigError or EngineError, and ends them, where
@@ -83,25 +101,35 @@ class RankGroup:
             raise
 
     def call(self, command: RankCommand, run: Callable[[], Result]) -> Result:
-        """Have all ranks do the same; `run` is this one's part."""
+        """Have all ranks of this stage do the same; `run` is this one's part."""
         native = self.exchange.native
-        if native.is_lost:
+        with self.uninterrupted():
+            if self.shape.num_ranks > 1:
+                native.wait_done()
+                self.memory.write(command)
+                native.post()
+            return run()
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Whatever is raised within ends the group, as GroupLostError."""
+        if self.is_lost:
             raise GroupLostError("a rank of the group is gone")
         try:
-            native.wait_done()
-            self.memory.write(command)
-            native.post()
-            return run()
+            yield
         except Exception as error:
-            native.lose(0)
+            self._lose()
             raise GroupLostError(str(error)) from error
 
     def restart(self) -> None:
         """Replace all ranks but this one. Raises EngineError where they cannot be."""
         logger.error("a rank is lost; %d processes are replaced", len(self._processes))
-        self._end()
-        self.exchange.native.reset()
-        self._launch()
+        with self._changing:
+            self._end()
+            self._sections.reset()
+            for each in self._observers:
+                each.native.reset()
+            self._launch()
         self.wait_ready()
 
     def close(self) -> None:
@@ -112,22 +140,27 @@ class RankGroup:
         if self._watcher is not None:
             self._watcher.close()
         self._end()
-        os.close(self._fileno)
-        del self.exchange, self.memory
+        for fileno in self._filenos:
+            os.close(fileno)
+        del self.exchange, self.memory, self.next_stage, self.results
+        del self._sections, self._observers
 
     def _launch(self) -> None:
-        for rank in range(1, self.num_ranks):
+        for rank in range(1, self.shape.size):
             start = self._start | {"rank": rank}
-            self._processes.append(RankProcess(self._command, start, self._fileno))
+            self._processes.append(RankProcess(self._command, start, self._filenos))
 
     def _end(self) -> None:
         processes, self._processes = self._processes, []
         for each in processes:
             each.kill()
-        for rank in range(1, self.num_ranks):
-            self.exchange.native.lose(rank)
+        self._lose()
 
     def _look(self) -> None:
-        for rank, each in enumerate(list(self._processes), 1):
-            if each.has_ended:
-                self.exchange.native.lose(rank)
+        with self._changing:
+            if any(each.has_ended for each in self._processes):
+                self._lose()
+
+    def _lose(self) -> None:
+        for each in self._observers:
+            each.native.lose(0)

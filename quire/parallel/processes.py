@@ -27,11 +27,13 @@ _MAX_ANSWER_CHARS = 4096
 class RankProcess:
     """One rank's process."""
 
-    def __init__(self, command: Sequence[str], start: Mapping[str, Any], fileno: int) -> None:
+    def __init__(
+        self, command: Sequence[str], start: Mapping[str, Any], filenos: Sequence[int]
+    ) -> None:
         try:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
-                pass_fds=[fileno], start_new_session=True,
+                pass_fds=filenos, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise EngineError(f"a rank cannot be started: {type(error).__name__}") from error

@@ -86,6 +86,13 @@ class SharedMemory:
         )
         return RankCommand(kind, values, tensors)
 
+    def rows(self, first: int, width: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return rows [count, width] of a value that lies where the tensors of commands would."""
+        row_bytes = width * dtype.itemsize
+        start = self._command_start + _MAX_HEADER * 8 + first * row_bytes
+        assert start + count * row_bytes <= len(self._bytes), "rows that do not fit"
+        return self._bytes[start : start + count * row_bytes].view(dtype).view(count, width)
+
     def _header(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         return np.frombuffer(self._map, np.int64, _MAX_HEADER, self._command_start)
 
@@ -106,7 +113,9 @@ def create_memory(command_bytes: int) -> int:
     from quire.kernels.cpu import _native
 
     if not hasattr(os, "memfd_create"):
-        raise ConfigError("tensor_parallel_size above 1 needs Linux; leave it out")
+        raise ConfigError(
+            "tensor_parallel_size and pipeline_parallel_size above 1 need Linux; leave them out"
+        )
     fileno = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
     state_bytes = align_up(_native.GROUP_STATE_BYTES, mmap.PAGESIZE)
     os.ftruncate(fileno, state_bytes + GATHER_BYTES + command_bytes)

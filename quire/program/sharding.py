@@ -92,9 +92,7 @@ def cache_heads(program: Program) -> list[int]:
 
 
 class _Sharding:
-    def __init__(
-        self, program: Program, rank: int, num_ranks: int, *, is_by_expert: bool
-    ) -> None:
+    def __init__(self, program: Program, rank: int, num_ranks: int, *, is_by_expert: bool) -> None:
         self._program, self._rank, self._num_ranks = program, rank, num_ranks
         self._is_by_expert = is_by_expert
         self._widths = list(program.widths)

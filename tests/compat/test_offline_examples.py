@@ -478,8 +478,8 @@ Call = Callable[[LLM], object]
             "enable_prompt_embeds=True is not available",
         ),
         (
-            lambda llm: LLM(MODEL, pipeline_parallel_size=4),
-            "pipeline_parallel_size=4 is not available yet",
+            lambda llm: LLM(MODEL, pipeline_parallel_size=65),
+            "pipeline_parallel_size=65 is too many",
         ),
         (lambda llm: LLM(MODEL, data_parallel_size=65), "data_parallel_size=65 is too many"),
         (

@@ -25,6 +25,7 @@ from quire.models.declaration import DecoderSpec
 from quire.nn.builder import build_decoder
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
+from quire.nn.parts import ModelPart
 from quire.parallel.shared_memory import RankCommand, SharedMemory, bytes_of_command, create_memory
 from quire.program import operations as ops
 from quire.program.passes import select_wanted
@@ -155,8 +156,8 @@ def build_one(
         return QuantizingLinears(floats, formats_at_load(spec, method), torch.float32)
 
     return build_decoder(
-        spec, DummyWeights(), kernels, dtype=dtype, max_model_len=64, exchange=exchange,
-        quantize=quantize, is_by_expert=is_by_expert,
+        spec, DummyWeights(), kernels, dtype=dtype, max_model_len=64,
+        part=ModelPart(exchange, is_by_expert), quantize=quantize,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,12 @@ from quire.executor.registry import ExecutorSpec, make_executor
 if TYPE_CHECKING:
     from quire.engine.loop.engine import Engine
     from quire.executor.interface import Executor
+    from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
     from quire.kernels.selection import Selection
     from quire.lora.table import AdapterTable
     from quire.nn.decoder import DecoderModel
+    from quire.nn.parts import ModelPart
     from quire.parallel.group import RankGroup
     from quire.sampling.processors import ProcessorTable
     from quire.worker.companions import Companion
@@ -193,7 +196,7 @@ def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
         limits.windows,
         partial(_build_ranks, planned),
     )
-    is_alone = planned.plan.config.tensor_parallel_size == 1
+    is_alone = planned.plan.config.num_processes == 1
     return make_executor(name or ("inline" if is_alone else "mp"), spec)
 
 
@@ -235,8 +238,8 @@ def _build_worker(
         logger.warning("slow reference kernels are used: %s", reason)
     adapters = _adapter_table(plan, selection.kernels)
     states = planned.files.states(plan.config.tokenizer)
-    exchange = None if group is None else group.exchange
-    loaded = load_model(planned, selection.kernels, adapters, exchange)
+    part = None if group is None else part_of(plan, group.shared)
+    loaded = load_model(planned, selection.kernels, adapters, part)
     model, pooler, images, experts = loaded
     model, limits = keep_states(plan, model), plan.limits
     memory = kv_memory(plan, model)
@@ -244,7 +247,7 @@ def _build_worker(
     if group is not None:
         from quire.executor.ranks import lead
 
-        model, memory = lead(model, memory, group)
+        model, memory = lead(model, memory, group, plan.kv_layout)
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
     small = {name: each for name, each in states.items() if name.endswith(".json")}
     matchers = RowMatchers(
@@ -266,19 +269,32 @@ def _build_worker(
     return worker, sampler.processors
 
 
+def part_of(plan: EnginePlan, exchange: Exchange | None, stage: int = 0) -> ModelPart:
+    """Return which of a plan's processes has this stage, and exchanges values so."""
+    from quire.nn.parts import ModelPart
+
+    config = plan.config
+    is_by_expert, num_stages = config.enable_expert_parallel, config.pipeline_parallel_size
+    return ModelPart(exchange, is_by_expert, stage, num_stages)
+
+
 def kv_memory(plan: EnginePlan, model: DecoderModel) -> KVMemory:
-    """Allocate the KV memory of the heads that a model has: of one rank, its own."""
+    """Allocate the KV memory of the layers and heads that a model has: of one of several
+    processes, its own."""
     from quire.program.sharding import cache_heads
     from quire.worker.memory import KVMemory, PoolShape
 
     limits, num_scratch = plan.limits, int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
-    heads = cache_heads(model.program)
+    heads, layout, kv_layers = cache_heads(model.program), plan.kv_layout, plan.spec.kv_layers
+    if model.caches is not None:
+        own = slice(model.caches.start, model.caches.stop)
+        kv_layers = kv_layers[own]
+        layout = replace(layout, group_of=layout.group_of[own], place_of=layout.place_of[own])
     layers = [
-        layer._replace(num_kv_heads=count)
-        for layer, count in zip(plan.spec.kv_layers, heads, strict=True)
+        layer._replace(num_kv_heads=count) for layer, count in zip(kv_layers, heads, strict=True)
     ]
-    memory = KVMemory(layers, shape, model.kernels.device, plan.kv_layout)
+    memory = KVMemory(layers, shape, model.kernels.device, layout)
     if plan.is_kv_populated:
         memory.populate(plan.num_threads)
     return memory

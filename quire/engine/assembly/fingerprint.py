@@ -13,11 +13,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import quire.program
 import quire.quant
 from quire.common.version import __version__
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.machine import instruction_sets
+from quire.nn.parts import ModelPart
 from quire.weights.packed_cache import CacheName
 
 _NUM_SAMPLES = 256
@@ -73,6 +75,17 @@ def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
     ]
     code = source_digest(Path(quire.quant.__path__[0]))
     return CacheName(label, _digest([*_forms(plan), dict(files.config), states, code]))
+
+
+def part_name(name: CacheName, part: ModelPart) -> CacheName:
+    """Return the name for what one of a model's processes holds of it."""
+    rank, num_ranks = 0, 1
+    if part.exchange is not None:
+        rank, num_ranks = part.exchange.rank, part.exchange.num_ranks
+    by_expert = "-experts" if part.is_by_expert else ""
+    place = f"{part.stage}.{rank}-of-{part.num_stages}x{num_ranks}{by_expert}"
+    code = source_digest(Path(quire.program.__path__[0]))
+    return CacheName(f"{name.label}-{place}", _digest([name.digest, code]))
 
 
 def source_digest(folder: Path) -> str:

@@ -14,11 +14,11 @@ from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.experts import mixtures, weights_of
 from quire.errors import CheckpointError, ConfigError
 from quire.models.declaration import DenseSpec
+from quire.nn.parts import ModelPart, hold
 from quire.quant.gguf_formats import GgufStorage
 
 if TYPE_CHECKING:
     from quire.engine.assembly.planned_model import PlannedModel
-    from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
     from quire.lora.table import AdapterTable
     from quire.models.tensors import LinearSpec
@@ -46,16 +46,19 @@ def load_model(
     planned: PlannedModel,
     kernels: Kernels,
     adapters: AdapterTable | None,
-    exchange: Exchange | None = None,
+    part: ModelPart | None = None,
 ) -> LoadedModel:
-    """Return the weights in memory, as planned, and what belongs to them. With an `exchange`, the
-    weights are one rank's share; ranks above 0 have the decoder alone."""
+    """Return the weights in memory, as planned, and what belongs to them. With a `part`, the
+    weights are those of one of several processes; all but the first have the decoder alone."""
+    from quire.kernels.elsewhere import ElsewhereLinear
     from quire.nn.builder import build_decoder
     from quire.nn.pooler import build_pooler
     from quire.weights.dense import DenseFolder
 
-    plan = planned.plan
+    plan, part = planned.plan, part or ModelPart()
     cache = planned.packed_cache if kernels.name == "cpu" else None
+    if plan.config.num_processes > 1:  # each has a file of its own
+        cache = packed_cache(planned, part)
     with sources(planned) as (weights, quantize), _expert_store(planned, kernels) as store:
         packed = weights if cache is None else cache.over(weights)
         model = build_decoder(
@@ -66,11 +69,13 @@ def load_model(
             max_model_len=plan.limits.max_model_len,
             quantize=quantize if store is None else _paging(quantize, store),
             adapters=adapters,
-            exchange=exchange,
-            is_by_expert=plan.config.enable_expert_parallel,
+            part=part,
         )
 
-        if exchange is not None and exchange.rank > 0:
+        if cache is not None:
+            here = [each for each in model.weights.linears if not isinstance(each, ElsewhereLinear)]
+            cache.keep(zip(hold(plan.spec, part).projections, here, strict=True))
+        if not part.is_first:
             return LoadedModel(model, None, None, None)
 
         def source_of(dense: DenseSpec) -> WeightSource:
@@ -79,8 +84,6 @@ def load_model(
 
         pooler = None if plan.pooling is None else build_pooler(plan.pooling, model, source_of)
         images = _image_table(plan, weights, kernels, model)
-    if cache is not None:
-        cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
     experts = None if store is None else _reports(store)
     return LoadedModel(replace(model, images=images), pooler, images, experts)
 
@@ -130,8 +133,10 @@ def _paging(
     return lambda floats: PagingLinears(quantize(floats), store.keep)
 
 
-def _resident(plan: EnginePlan) -> list[tuple[LinearSpec, ...]]:
-    """Return the projections that are all in memory."""
+def _resident(plan: EnginePlan, part: ModelPart | None = None) -> list[tuple[LinearSpec, ...]]:
+    """Return the projections that are all in memory, of one of several processes its own."""
+    if part is not None:
+        return hold(plan.spec, part).projections
     if plan.experts is None:
         return list(plan.spec.projections)
     paged = {parts for each in mixtures(plan.spec) for parts in weights_of(each)}
@@ -192,21 +197,23 @@ def sources(
             yield checkpoint, lambda floats: CheckpointLinears(quantizing(floats), unpack)
 
 
-def packed_cache(planned: PlannedModel) -> PackedCache | None:
-    """Begin to read what an earlier start packed. Plain floats are packed while torch is imported:
-    no use for them."""
+def packed_cache(planned: PlannedModel, part: ModelPart | None = None) -> PackedCache | None:
+    """Begin to read what an earlier start packed, in one of several processes its `part`. Plain
+    floats are packed while torch is imported: no use for them."""
     plan = planned.plan
-    resident = _resident(plan)
+    resident = _resident(plan, part)
     are_floats = [planned.storage is None and plan.formats.of(parts) is None for parts in resident]
     if plan.config.weights_cache is None or all(are_floats) or not _may_be_native(plan):
         return None
-    from quire.engine.assembly.fingerprint import cache_name
+    from quire.engine.assembly.fingerprint import cache_name, part_name
     from quire.weights.packed_cache import PackedCache
 
     wanted = [parts for parts, is_float in zip(resident, are_floats, strict=True) if not is_float]
     name = cache_name(plan, planned.files)
     if plan.experts is not None:  # a file without the experts does not take the place of another
         name = name._replace(label=f"{name.label}-paged")
+    if part is not None:
+        name = part_name(name, part)
     return PackedCache(Path(plan.config.weights_cache).expanduser(), name, wanted)
 
 

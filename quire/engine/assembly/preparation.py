@@ -127,7 +127,7 @@ def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[
 def begin_loading(planned: PlannedModel) -> PlannedModel:
     """Start to read the weights in the background, for `build_executor` to go on with. Ranks read
     their own when they have started."""
-    if planned.plan.config.tensor_parallel_size > 1:
+    if planned.plan.config.num_processes > 1:
         return planned
     return planned._replace(
         head_start=loading.head_start(planned), packed_cache=loading.packed_cache(planned)

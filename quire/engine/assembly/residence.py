@@ -61,8 +61,8 @@ def _refusal(planned: PlannedModel) -> str | None:
     plan = planned.plan
     if plan.device != "cpu":
         return "on a GPU it is not available yet; end the engine, and build another one"
-    if plan.config.tensor_parallel_size > 1:
-        return "with tensor_parallel_size it is not available yet; take one process"
+    if plan.config.num_processes > 1:
+        return "with several processes of one model it is not available yet; take one"
     if plan.experts is not None:
         return "with expert_memory it is not available yet: experts leave memory by themselves"
     if planned.draft is not None:

@@ -99,7 +99,7 @@ class _Resolver:
         num_batched = self._num_batched_tokens(max_num_seqs)
         num_threads = self._num_threads()
         self._note_quantization()
-        num_cores = num_threads * config.tensor_parallel_size
+        num_cores = num_threads * config.num_processes
         computing = replace(self.machine, num_cores=num_cores)
         experts = self._experts(dtype, num_threads)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
@@ -169,7 +169,7 @@ class _Resolver:
 
     def _num_threads(self) -> int:
         """Of one rank."""
-        num_cores, reason = ranks.cores_of_each(self.machine, self.config.tensor_parallel_size)
+        num_cores, reason = ranks.cores_of_each(self.machine, self.config.num_processes)
         return self._notes.given("num_threads", self.config.num_threads, num_cores, reason)
 
     def _tiers(self, place_bytes: int) -> TierPlan | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from quire.common.numbers import format_bytes
@@ -12,10 +12,11 @@ from quire.engine.plan.machine import Machine
 from quire.errors import ConfigError
 from quire.models.cutting import divisible_tokens
 from quire.models.declaration import DecoderSpec
-from quire.models.lowering import Parameters, lower
+from quire.models.lowering import lower, projection_sizes
 from quire.models.tensors import DTYPE_BYTES
 from quire.program.operations import Program
 from quire.program.sharding import Shares, cache_heads, shard
+from quire.program.stages import Stage, cut_into_stages, most_stages
 from quire.quant.formats import WeightFormats
 
 
@@ -28,8 +29,8 @@ class RankShare(NamedTuple):
 
 
 def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError for what is not available with several ranks."""
-    if config.tensor_parallel_size == 1:
+    """Raise ConfigError for what is not available with several processes of one model."""
+    if config.num_processes == 1:
         return
     refused = {
         "enable_lora=True": config.enable_lora,
@@ -40,16 +41,28 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
         "device='cuda'": config.device == "cuda",
         # torch's products, whose bits depend on how many outputs a weight has
         f"kernels={config.kernels!r}": config.kernels not in ("auto", "cpu"),
-        f"weights_cache={config.weights_cache!r}": config.weights_cache is not None,
+        f"expert_memory={config.expert_memory!r}": config.expert_memory is not None,
     }
     for name, is_given in refused.items():
         if is_given:
             raise ConfigError(
-                f"{name} is not available with tensor_parallel_size="
-                f"{config.tensor_parallel_size} yet; leave one of them out"
+                f"{name} is not available with {_sizes(config)} yet; leave one of them out"
             )
+    most = most_stages(lower(spec)[0])
+    if config.pipeline_parallel_size > most:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} is too many: "
+            f"{spec.architecture} has {most} layers to divide; give at most {most}"
+        )
     if config.enable_expert_parallel:
         _check_experts(config.tensor_parallel_size, spec)
+
+
+def _sizes(config: EngineConfig) -> str:
+    given = ("tensor_parallel_size", "pipeline_parallel_size")
+    return " and ".join(
+        f"{name}={getattr(config, name)}" for name in given if getattr(config, name) > 1
+    )
 
 
 def _check_experts(num_ranks: int, spec: DecoderSpec) -> None:
@@ -70,48 +83,65 @@ def _check_experts(num_ranks: int, spec: DecoderSpec) -> None:
 
 
 def cores_of_each(machine: Machine, num_ranks: int) -> tuple[int, str]:
-    """Return how many cores one of the ranks has, and why."""
+    """Return how many cores one of the processes has, and why."""
     if num_ranks == 1:
         return machine.num_cores, machine.cores_reason
-    reason = f"of each rank: {machine.num_cores} {machine.cores_reason}, divided by {num_ranks}"
+    reason = f"of each process: {machine.num_cores} {machine.cores_reason}, divided by {num_ranks}"
     return max(1, machine.num_cores // num_ranks), reason
 
 
 def decisions(
     config: EngineConfig, spec: DecoderSpec, formats: WeightFormats, dtype: str
 ) -> Iterator[tuple[str, object, str]]:
-    """Give what `quire plan` says of ranks, where there are several."""
+    """Give what `quire plan` says of ranks and stages, where there are several."""
     num_ranks, is_by_expert = config.tensor_parallel_size, config.enable_expert_parallel
-    shares = rank_shares(spec, formats, dtype, num_ranks, is_by_expert=is_by_expert)
-    if shares:
-        largest = format_bytes(max(share.weight_bytes for share in shares))
-        kv = ", ".join(f"{share.kv_share:.0%}" for share in shares)
-        reason = f"given; a rank holds at most {largest} of the weights, of the KV cache {kv}"
-        yield "tensor_parallel_size", len(shares), reason
+    num_stages = config.pipeline_parallel_size
+    shares = rank_shares(spec, formats, dtype, (num_stages, num_ranks), is_by_expert=is_by_expert)
+    if num_ranks > 1:
+        yield "tensor_parallel_size", num_ranks, f"given; {_held(shares)}"
+    if num_stages > 1:
+        stages = _stages(spec, num_stages)
+        layers = ", ".join(str(len(stage.caches)) for stage in stages)
+        reason = f"given; layers of each stage: {layers}"
+        yield "pipeline_parallel_size", num_stages, f"{reason}; {_held(shares)}"
     if is_by_expert:
         count = max(len(each.experts) for each in mixtures(spec))
         yield "enable_expert_parallel", True, f"given; a rank holds {count // num_ranks} of {count}"
+
+
+def _held(shares: Sequence[RankShare]) -> str:
+    largest = format_bytes(max(share.weight_bytes for share in shares))
+    kv = ", ".join(f"{share.kv_share:.0%}" for share in shares)
+    return f"a process holds at most {largest} of the weights, of the KV cache {kv}"
+
+
+def _stages(spec: DecoderSpec, num_stages: int) -> list[Stage]:
+    program, parameters = lower(spec)
+    return cut_into_stages(program, projection_sizes(parameters), num_stages)
 
 
 def rank_shares(
     spec: DecoderSpec,
     formats: WeightFormats,
     dtype: str,
-    num_ranks: int,
+    shape: tuple[int, int],
     *,
     is_by_expert: bool = False,
 ) -> tuple[RankShare, ...]:
-    """Return what each rank holds; empty of one alone. Weights that every rank holds all of count
-    for each."""
-    if num_ranks == 1:
+    """Return what each process holds, of so many stages and ranks of each; empty of one alone.
+    Weights that every rank holds all of count for each."""
+    num_stages, num_ranks = shape
+    if num_stages * num_ranks == 1:
         return ()
-    program, parameters = lower(spec)
-    found = []
-    for rank in range(num_ranks):
-        divided = shard(
-            program, rank, num_ranks, divisible_tokens(spec), is_by_expert=is_by_expert
-        )
-        found.append(_share(spec, formats, dtype, (program, parameters), divided))
+    found, num_tokens = [], divisible_tokens(spec)
+    for stage in _stages(spec, num_stages):
+        for rank in range(num_ranks):
+            divided = stage.program, Shares()
+            if num_ranks > 1:
+                divided = shard(
+                    stage.program, rank, num_ranks, num_tokens, is_by_expert=is_by_expert
+                )
+            found.append(_share(spec, formats, dtype, stage, divided))
     return tuple(found)
 
 
@@ -119,23 +149,30 @@ def _share(
     spec: DecoderSpec,
     formats: WeightFormats,
     dtype: str,
-    lowered: tuple[Program, Parameters],
+    stage: Stage,
     part: tuple[Program, Shares],
 ) -> RankShare:
-    (program, parameters), (divided, shares) = lowered, part
+    (program, parameters), (divided, shares) = lower(spec), part
     spared = 0.0
     for number, parts in enumerate(parameters.linears):
         num_outputs = sum(part.num_outputs for part in parts)
         held: int | None = None
-        if number in shares.linears:
+        is_end = parts == (spec.head,)
+        if number not in stage.linears and not (is_end and stage.is_first):
+            held = 0
+        elif number in shares.linears:
             held = sum(map(len, shares.linears[number]))
-        elif shares.tokens is not None and parts == (spec.head,):
+        elif shares.tokens is not None and is_end:
             held = len(shares.tokens)
-        is_counted = not (spec.is_tied and parts == (spec.head,)) or formats.of(parts) is not None
+        is_counted = not (spec.is_tied and is_end) or formats.of(parts) is not None
         if held is not None and is_counted:
             spared += formats.part_bytes(parts, dtype) * (1 - held / num_outputs)
-    if shares.tokens is not None:
+    num_others = 0
+    if not stage.is_first:
+        num_others = spec.vocab_size
+    elif shares.tokens is not None:
         num_others = spec.vocab_size - len(shares.tokens)
+    if num_others:
         spared += num_others * spec.hidden_size * DTYPE_BYTES[dtype]
     whole, own = sum(cache_heads(program)), sum(cache_heads(divided))
     kv_share = own / whole if whole else 0.0

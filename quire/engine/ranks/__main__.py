@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TextIO
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from quire.common.failures import log_failure
 from quire.common.file_states import check_unchanged
@@ -19,7 +20,11 @@ from quire.config.engine import EngineConfig
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
-    from quire.executor.follower import Follower
+    from quire.kernels.exchange import Exchange
+    from quire.nn.decoder import DecoderModel
+    from quire.parallel.sections import Sections
+    from quire.parallel.shared_memory import SharedMemory
+    from quire.worker.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 _ALL_MEMORY = 1 << 60
@@ -36,7 +41,7 @@ def main() -> int:
     logging.basicConfig(format=f"quire: rank {start['rank']}: %(levelname)s: %(message)s")
     threading.Thread(target=_end_with_input, name="quire-parent", daemon=True).start()
     try:
-        follower, beat = _build(start)
+        serve, beat = _build(start)
     except Exception as error:
         is_expected = isinstance(error, QuireError)
         if not is_expected:
@@ -46,7 +51,7 @@ def main() -> int:
         return 1
     _answer(answers, {"ready": True})
     try:
-        follower.serve(lambda: True)
+        serve()
     except Exception as error:
         log_failure(logger, "the rank ends", error)
         return 1
@@ -55,35 +60,78 @@ def main() -> int:
     return 0
 
 
-def _build(start: Mapping[str, Any]) -> tuple[Follower, threading.Event]:
+def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Event]:
     """Build what rank 0 describes, and begin to give signs of life."""
-    from quire.engine.assembly.builder import kv_memory, select
+    from quire.engine.assembly.builder import kv_memory, part_of, select
     from quire.engine.assembly.loading import load_model
     from quire.engine.assembly.preparation import plan_engine
     from quire.engine.assembly.threads import set_num_threads
     from quire.engine.plan.machine import Machine
-    from quire.executor.follower import Follower
     from quire.parallel.processes import BEAT_INTERVAL_S
-    from quire.parallel.shared_memory import SharedMemory
+    from quire.parallel.sections import GroupShape, Sections
 
-    shared = SharedMemory(start["fileno"], start["command_bytes"])
-    exchange = shared.exchange(start["rank"], start["num_ranks"], start["silence_s"])
+    shape = GroupShape(start["num_stages"], start["num_ranks"])
+    sections = Sections(start["filenos"], shape, start["command_bytes"], start["silence_s"])
+    stage, rank = divmod(start["rank"], shape.num_ranks)
+    shared, exchange = sections.exchange(stage, rank)
+    place = _Place(stage, rank, shared, exchange)
+    connect = _connect(sections, place)
     is_over = threading.Event()
 
     def beat() -> None:
         while not is_over.wait(BEAT_INTERVAL_S):
-            exchange.native.beat()
+            sections.beat()
 
+    sections.beat()
     threading.Thread(target=beat, name="quire-beat", daemon=True).start()
     check_unchanged(start["files"])
     config = EngineConfig.from_options(start["model"], start["options"])
     machine = replace(Machine.inspect(), available_memory=_ALL_MEMORY)
     planned = plan_engine(config, machine)
     set_num_threads(planned.plan.num_threads)
-    model = load_model(planned, select(planned.plan).kernels, None, exchange).decoder
+    part = part_of(planned.plan, None if shape.num_ranks == 1 else exchange, stage)
+    model = load_model(planned, select(planned.plan).kernels, None, part).decoder
     check_unchanged(start["files"])  # also while they were read
     memory = kv_memory(planned.plan, model)
-    return Follower(model, memory, shared, exchange), is_over
+    return partial(connect, model, memory), is_over
+
+
+class _Place(NamedTuple):
+    """Which of the group's processes this is, and what the ranks of its stage share."""
+
+    stage: int
+    rank: int
+    shared: SharedMemory
+    exchange: Exchange
+
+
+def _connect(sections: Sections, place: _Place) -> Callable[[DecoderModel, KVMemory], None]:
+    """Return what serves with a model, until the first process is gone. Signs of life are given on
+    all ways in and out from now on."""
+    from quire.executor.follower import Follower, StageFollower
+    from quire.parallel.sections import ROUND_S
+
+    shape, (stage, rank, shared, exchange) = sections.shape, place
+    if stage == 0:
+        return lambda model, memory: Follower(model, memory, shared, exchange).serve(lambda: True)
+    is_last = stage == shape.num_stages - 1
+    source = sections.receiver(stage, rank)
+    next_stage = sections.sender(stage + 1) if rank == 0 and not is_last else None
+    if next_stage is not None:
+        next_stage.greet()
+    results = sections.result_sender() if rank == 0 and is_last else None
+    # the first process may be stopped, by Ctrl-Z, as long as one likes; no other one is
+    wait_s = ROUND_S if stage == 1 else -1.0
+
+    def serve(model: DecoderModel, memory: KVMemory) -> None:
+        caches = model.caches
+        assert caches is not None, "a stage that does not know its caches"
+        follower = StageFollower(
+            model, memory, source, caches, next_stage=next_stage, results=results, is_last=is_last
+        )
+        follower.serve(lambda: True, wait_s)
+
+    return serve
 
 
 def _answer(answers: TextIO, answer: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from quire.engine.process.link import start_message
 from quire.errors import ConfigError
 from quire.models.tensors import DTYPE_BYTES
 from quire.parallel.group import RankGroup
+from quire.parallel.sections import GroupShape
 from quire.parallel.shared_memory import bytes_of_command
 
 _COMMAND = (sys.executable, "-P", "-m", "quire.engine.ranks")
@@ -21,14 +22,14 @@ def start_group(planned: PlannedModel) -> RankGroup:
     from quire.kernels import cpu
 
     plan = planned.plan
-    num_ranks = plan.config.tensor_parallel_size
+    shape = GroupShape(plan.config.pipeline_parallel_size, plan.config.tensor_parallel_size)
     if (reason := cpu.absence()) is not None:
-        raise ConfigError(f"tensor_parallel_size={num_ranks} needs the native kernels: {reason}")
+        raise ConfigError(f"a model in {shape.size} processes needs the native kernels: {reason}")
     start = start_message(plan, planned.files)
     return RankGroup(
         _COMMAND,
         {"model": start.model, "options": dict(start.options), "files": dict(start.files)},
-        num_ranks=num_ranks,
+        shape=shape,
         command_bytes=command_bytes(plan),
         silence_s=plan.config.distributed_timeout_seconds,
     )
@@ -43,5 +44,5 @@ def command_bytes(plan: EnginePlan) -> int:
     per_row = 4 * (3 + num_blocks * num_groups)
     copies = 2 * 8 * limits.num_blocks
     return bytes_of_command(
-        num_tokens * per_token + num_rows * per_row + copies + 8, 8 + 2 * num_groups
+        num_tokens * per_token + num_rows * per_row + copies + 8, 9 + 2 * num_groups
     )

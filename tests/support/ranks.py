@@ -1,0 +1,82 @@
+"""Engines of one model in several processes, and what they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import run_all
+
+from quire.config.engine import EngineConfig
+from quire.core.params import SamplingParams
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
+from quire.executor.ranks import RanksExecutor
+from quire.kernels import cpu
+
+needs_ranks = pytest.mark.skipif(
+    cpu.IMPORT_ERROR is not None or not hasattr(os, "memfd_create"),
+    reason="ranks need the native module and memory without a name",
+)
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 260, "max_position_embeddings": 256,
+}  # fmt: skip
+REQUESTS: Mapping[str, tuple[list[int], dict[str, Any]]] = {
+    "greedy": ([5, 6, 7, 8], {"temperature": 0.0, "logprobs": 3}),
+    "drawn": (list(range(9, 60)), {"seed": 3, "logprobs": 2}),
+    "filtered": (list(range(9, 43)), {"seed": 4, "temperature": 0.7, "top_p": 0.8, "top_k": 30}),
+    "scored": (list(range(80, 91)), {"temperature": 0.0, "prompt_logprobs": 2}),
+    "several": (list(range(30, 47)), {"seed": 5, "n": 3}),
+}
+
+
+def write_model(folder: Path, name: str, **sizes: int) -> Path:
+    (folder / "config.json").write_text(json.dumps(SIZES | {"architectures": [name]} | sizes))
+    return folder
+
+
+@contextmanager
+def engine_of(folder: Path, **options: Any) -> Iterator[Engine]:
+    given = {"kv_cache_memory": "4MiB", "num_threads": 1, "max_num_batched_tokens": 32} | options
+    engine = build_engine(
+        EngineConfig.from_options(
+            str(folder), {"load_format": "dummy", "skip_tokenizer_init": True} | given
+        )
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answers(engine: Engine, after_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    for name, (prompt, params) in REQUESTS.items():
+        engine.add_request(
+            name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=24, **params)
+        )
+    outputs = run_all(engine, after_step)
+    return {
+        name: (each.error, each.prompt_logprobs, [(o.token_ids, o.logprobs) for o in each.outputs])
+        for name, each in outputs.items()
+    }
+
+
+def ranks_of(engine: Engine) -> RanksExecutor:
+    executor = engine.executor
+    assert isinstance(executor, RanksExecutor)
+    return executor
+
+
+OLMOE = {"num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
