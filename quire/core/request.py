@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from quire.core.kvcache.manager import BlockTable
 from quire.core.kvcache.prefix import ChainKeys, ScoringKey
@@ -51,6 +51,19 @@ class FinishReason(Enum):
     REPETITION = "repetition"
 
 
+class CacheMiss(NamedTuple):
+    """Why whole blocks of a prompt were not found in the prefix cache, when it was first let in."""
+
+    reason: Literal["", "disabled", "not_read", "evicted", "differs", "new"] = ""
+    """Empty: none was missing. "disabled": there is no cache. "not_read": the request wanted them
+    computed. "evicted": they were there and had to make room. "differs": what is cached behind the
+    same beginning goes on otherwise. "new": nothing goes on there."""
+    num_tokens: int = 0
+    """That were computed for it."""
+    num_evicted_tokens: int = 0
+    """Of those: known to have been cached before."""
+
+
 FIRST_VERSION = "0"
 """Of the weights that an engine was built with."""
 
@@ -69,6 +82,8 @@ class RequestMetrics:
     """Prompt tokens that were not computed because the cache held them, at first admission."""
     num_cache_write_tokens: int = 0
     """Prompt tokens that it has computed and that the cache holds since, in whole blocks."""
+    cache_miss: CacheMiss | None = None
+    """Why it was not more; None before it is admitted."""
     num_preemptions: int = 0
     num_prefill_chunks: int = 0
     waited_for: str | None = None

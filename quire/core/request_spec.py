@@ -71,6 +71,8 @@ class RequestSpec:
     namespace: Namespace = ()
     """Requests share cached prefixes only within one."""
     reads_cache: bool = True
+    keep_s: float = 0.0
+    """How long cached blocks of the prompt are evicted after others, once it has ended."""
     arrival_s: float = 0.0
     """When it arrived, on the machine's monotonic clock."""
 

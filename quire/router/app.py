@@ -15,6 +15,7 @@ from quire.common.http_client import key_headers
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.admin import RouterRoutes
+from quire.router.feed import Feeds
 from quire.router.fleet import Fleet
 from quire.router.forwarding import SECRETS, Forwarder
 from quire.router.metrics import RouterMetrics
@@ -35,6 +36,7 @@ class RouterApp:
         self.fleet = Fleet(config, balancer)
         key = key_headers(config.backend_api_key)
         self.prober = Prober(config, self.fleet, key)
+        self._feeds = Feeds(config, self.fleet, key)
         for url in config.backend:
             self.prober.add(url)
         api = config.api()
@@ -70,7 +72,9 @@ class RouterApp:
     @asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
         self.prober.start()
+        self._feeds.start()
         yield
+        await self._feeds.close()
         await self.prober.close()
         self.fleet.close()
 

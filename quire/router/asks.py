@@ -80,6 +80,7 @@ class AskReader:
             max(1, self._chunk_bytes // BYTES_PER_TOKEN),
             len(prompt) // BYTES_PER_TOKEN,
             _output_tokens(fields),
+            headers.get("x-request-id", ""),
         )
         return Read(ask, model)
 

@@ -18,6 +18,7 @@ from quire.router.health import Breaker, BreakerState
 from quire.routing.ask import Ask
 from quire.routing.choices import Balancer
 from quire.routing.load import LoadShare, ReplicaLoad
+from quire.routing.observed import ObservedMemory
 from quire.server.http.errors import ApiError, overloaded
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,10 @@ class Fleet:
         else:
             loop = asyncio.get_running_loop()
             loop.call_later(self._config.drain_timeout, self._end_leaving, replica)
+
+    def memory(self, replica: Replica) -> ObservedMemory | None:
+        """Return what is known of a back end's cache; None where it was forgotten."""
+        return self._balancer.memory(replica.name)
 
     def send(self, ask: Ask, model: str | None, tried: set[str]) -> Trip | None:
         """Choose a back end that is not in `tried`, and account for the request. None where none

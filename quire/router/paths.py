@@ -15,6 +15,9 @@ PURE_PATHS = (GENERATING_PATHS - {"/v1/responses"}) | {
 """Whose requests change nothing at a back end, so that sending one twice does no harm."""
 BROADCAST_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Whose requests are meant for every back end."""
+OPERATOR_PATHS = frozenset({"/v1/cache", "/v1/kv_events"})
+"""Which show or clear what one back end has cached of everybody: not for the router's clients, for
+whom the router shows a key of its own."""
 _LOOKUPS = ("/v1/responses/", "/v1/files/", "/v1/batches", "/v1/models/")
 _PREVIOUS = b'"previous_response_id"'
 
@@ -40,6 +43,8 @@ def is_forwarded(scope: Scope) -> bool:
     dots."""
     raw_path: bytes = scope["raw_path"]
     parts = scope["path"].split("/")[1:]
+    if scope["path"] in OPERATOR_PATHS:
+        return False
     if b"%2e" in raw_path.lower() or "\\" in scope["path"] or {"", ".", ".."} & set(parts):
         return False
     return scope["path"] in PURE_PATHS or raw_path.startswith(b"/v1/")

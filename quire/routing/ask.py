@@ -27,6 +27,8 @@ class Ask:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     """Expected of the answer."""
+    request_id: str = ""
+    """By which the replica will name it, where it says what it caches."""
 
     def num_uncached(self, num_chunks: int) -> int:
         """Return prompt tokens to be computed where a cache has so many chunks."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from quire.routing.ask import Ask
 from quire.routing.load import LoadShare, ReplicaLoad
-from quire.routing.memory import PrefixMemory
+from quire.routing.observed import ObservedMemory
 from quire.routing.ranking import ranked, with_room
 
 LOAD_FACTORS: Mapping[str, float] = {"kv-aware": 1.5}
@@ -28,7 +28,7 @@ DEFAULT_MEMORY_CHUNKS = 1 << 16
 """For each replica: 8 million tokens in chunks of 128, in some 7 MB."""
 
 Loads = Sequence[ReplicaLoad]
-Memories = Mapping[str, PrefixMemory]
+Memories = Mapping[str, ObservedMemory]
 
 
 class RoutingPolicy(Protocol):
@@ -141,11 +141,11 @@ class Balancer:
     ) -> None:
         self._policy = policy
         self._max_chunks = max_chunks
-        self._memories: dict[str, PrefixMemory] = {}
+        self._memories: dict[str, ObservedMemory] = {}
 
     def add(self, name: str) -> ReplicaLoad:
         """Return the account of a new replica."""
-        self._memories[name] = PrefixMemory(self._max_chunks)
+        self._memories[name] = ObservedMemory(self._max_chunks)
         return ReplicaLoad(name)
 
     def remove(self, name: str) -> None:
@@ -157,6 +157,10 @@ class Balancer:
         if name in self._memories:
             self._memories[name].clear()
 
+    def memory(self, name: str) -> ObservedMemory | None:
+        """Return what is known of a replica's cache, to be told more."""
+        return self._memories.get(name)
+
     def send(self, ask: Ask, loads: Loads) -> tuple[LoadShare, int]:
         """Choose, and account for the request; its flight, and the prompt tokens that the replica
         should have cached.
@@ -164,7 +168,7 @@ class Balancer:
         load = self._policy.choose(ask, loads, self._memories)
         memory = self._memories[load.name]
         num_uncached = ask.num_uncached(memory.match(ask.chunks))
-        memory.add(ask.chunks)
+        memory.add(ask)
         num_cached = max(0, ask.num_prompt_tokens - num_uncached)
         return LoadShare(load, num_uncached, ask.num_output_tokens), num_cached
 

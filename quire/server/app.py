@@ -48,6 +48,13 @@ from quire.server.http.gateway import Gateway
 from quire.server.http.query import NoQuery
 from quire.server.http.quota_check import QuotaCheck
 from quire.server.ops import static_page
+from quire.server.ops.cache import (
+    CacheQuery,
+    CacheRoutes,
+    ClearQuery,
+    KvEventsQuery,
+    WarmRequest,
+)
 from quire.server.ops.inspector import BlockQuery, Inspector, StepsQuery
 from quire.server.ops.memory import (
     MemoryRoutes,
@@ -107,6 +114,7 @@ def build_app(
         *_decision_routes(api),
         *_file_routes(files, batches),
         *_operation_routes(api),
+        *_cache_routes(api, chat, completions),
         _post("/invocations", invocations.post, InvocationRequest),
     ]
     routes.append(_description_of(routes))
@@ -196,6 +204,18 @@ def _operation_routes(api: Api) -> list[ApiRoute]:
         _get("/version", operations.version),
         _get("/metrics", operations.metrics),
         _get("/v1/usage", operations.usage),
+    ]
+
+
+def _cache_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[ApiRoute]:
+    cache = CacheRoutes(
+        api.client, chat.run_body, completions.run_body, strict=api.config.strict_fields
+    )
+    return [
+        _post("/v1/cache/warm", cache.warm, WarmRequest),
+        _get("/v1/cache", cache.show, CacheQuery),
+        ApiRoute("/v1/cache", cache.clear, methods=["DELETE"], query=ClearQuery),
+        _get("/v1/kv_events", cache.events, KvEventsQuery),
     ]
 
 

@@ -196,6 +196,7 @@ class _Draw:
             priority=random.choice((0, 0, 1, 2)),
             namespace=random.choice(((), (), ("tenant",))),
             reads_cache=random.random() < 0.9,
+            keep_s=Random(number ^ 0x4EE9).choice((0.0, 0.0, 5.0, 50.0)),
         )
         tenant, weight = random.choice((("", 1.0), ("a", 1.0), ("b", 3.0)))
         return Arrival(step, replace(spec, tenant=tenant, weight=weight))

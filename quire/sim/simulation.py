@@ -14,11 +14,12 @@ from random import Random
 
 from quire.core.beam import BeamSearch
 from quire.core.drafts import MODELLED
-from quire.core.kvcache.prefix import PrefixIndex
+from quire.core.kvcache.audit import audit_kept
 from quire.core.plan import StepPlan, TokenLogprobs
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.audit import audit, audit_plan
+from quire.core.scheduler.prompt_cache import CacheStats, PromptCache
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.core.scheduler.tiers import MAX_LIST_S, MAX_READ_S
 from quire.core.speculation.speculator import Speculator
@@ -76,6 +77,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.oracle = Oracle(scenario.seed, VOCAB_SIZE, scenario.limits.windows)
+        self.cache = PromptCache(CacheStats(), "simulated")
         pace = None if scenario.pace is None else scenario.pace.build()
         self._model: OracleModel | None = None
         look_ahead = None
@@ -87,12 +89,10 @@ class Simulation:
             scenario.limits,
             pace=pace,
             look_ahead=look_ahead,
-            prerequisites=() if tiers is None else (tiers.prerequisite(),),
+            prerequisites=(self.cache, *(() if tiers is None else (tiers.prerequisite(),))),
         )
         if scenario.hash == "colliding":
-            self.scheduler.manager.index = PrefixIndex(
-                scenario.limits.block_size, _colliding_digest, scenario.limits.windows
-            )
+            self.scheduler.manager.index.digest = _colliding_digest
         limits = scenario.limits
         memory = NullMemory(limits.num_blocks, limits.block_size)
         if tiers is not None:
@@ -170,6 +170,7 @@ class Simulation:
         self._record(scheduler.update(plan, result, float(step)))
         if self._is_audited:
             audit(scheduler)
+            audit_kept(self.cache.kept, scheduler.manager)
         outcome.state_hashes.append(self._state_hash(plan))
         outcome.num_steps += 1
 

@@ -83,6 +83,8 @@ class FakeBackend:
                 return False
         if path == "/health":
             return _whole(writer, 200, b"{}")
+        if path.startswith("/v1/kv_events"):  # it tells nothing of what it caches
+            return _whole(writer, 404, b"{}")
         self.headers.append(headers)
         if path == "/v1/models":
             shown = {"data": [{"id": name, "object": "model"} for name in self.models]}

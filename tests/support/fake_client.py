@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.common.residence import check_level, check_parts
+from quire.core.kvcache.events import KVEventBatch
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
 from quire.core.request_spec import RequestSpec
@@ -19,6 +20,7 @@ from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.streams import Stream
+from quire.engine.loop.cache import CachedTokens
 from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.engine.pooling.requests import PoolingRequests
 from quire.errors import NotAvailableError
@@ -209,6 +211,15 @@ class FakeClient(Client):
 
     async def inspect_block(self, block: int, step: int, replica: int = 0) -> BlockContent | None:
         return self.content
+
+    async def kv_events(self, log: str, since: int, replica: int = 0) -> KVEventBatch | None:
+        return None
+
+    async def cached_tokens(self, replica: int = 0) -> CachedTokens | None:
+        return None
+
+    async def clear_cache(self, tenant: str | None = None) -> int:
+        return 0
 
     async def sleep(self, level: int = 1) -> None:
         check_level(level)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
+from quire.core.kvcache.kept import TENANT_SHARE, TOTAL_SHARE, KeptNodes
 from quire.core.kvcache.manager import BlockTable, KVCacheManager
 from quire.core.kvcache.pool import BlockPool
 from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixIndex, PrefixNode
@@ -23,6 +24,10 @@ def audit_manager(
     """Check the pool, the index and how `tables` (all that exist) name the blocks."""
     tables = list(tables)
     audit_pool(manager.pool)
+    for block in range(manager.pool.num_blocks):
+        assert not manager.pool.is_kept(block) or block in manager.index, (
+            f"block {block} is kept and holds nothing"
+        )
     _audit_references(manager, tables)
     audit_index(manager.index, manager.pool, deep=deep)
     num_unused = 0
@@ -35,22 +40,25 @@ def audit_manager(
 
 
 def audit_pool(pool: BlockPool) -> None:
-    """Check that the free list holds each unreferenced block once and nothing else;
-    its links agree in both directions."""
-    sentinel, block, seen = pool.num_blocks, pool.num_blocks, set[int]()
-    while True:
-        after = pool._next[block]
-        assert pool._prev[after] == block, (
-            f"free list: {block} -> {after}, but {after} comes after {pool._prev[after]}"
-        )
-        if after == sentinel:
-            break
-        assert after not in seen, f"block {after} is twice in the free list"
-        assert pool.ref_counts[after] == 0, (
-            f"block {after} is free and has {pool.ref_counts[after]} owners"
-        )
-        seen.add(after)
-        block = after
+    """Check that the free lists hold each unreferenced block once and nothing else, kept ones in
+    the second; their links agree in both directions."""
+    seen = set[int]()
+    for sentinel, is_kept in ((pool.num_blocks, False), (pool.num_blocks + 1, True)):
+        block = sentinel
+        while True:
+            after = pool._next[block]
+            assert pool._prev[after] == block, (
+                f"free list: {block} -> {after}, but {after} comes after {pool._prev[after]}"
+            )
+            if after == sentinel:
+                break
+            assert after not in seen, f"block {after} is twice in the free list"
+            assert pool.ref_counts[after] == 0, (
+                f"block {after} is free and has {pool.ref_counts[after]} owners"
+            )
+            assert pool.is_kept(after) == is_kept, f"block {after} is in the wrong list"
+            seen.add(after)
+            block = after
     assert len(seen) == pool.num_free, (
         f"{len(seen)} blocks in the free list, num_free={pool.num_free}"
     )
@@ -78,6 +86,38 @@ def audit_index(index: PrefixIndex, pool: BlockPool, *, deep: bool = True) -> No
         is_live = root.namespace == namespace and not root.blocks and root.children
         assert is_live, f"namespace {namespace} has a stale root"
         _audit_children(index, root)
+
+
+def audit_kept(kept: KeptNodes, manager: KVCacheManager) -> None:
+    """Check that what is kept is cached, with all that is before it and at least as long, within
+    the shares, and counted right."""
+    counts = Counter[str]()
+    for digest, each in kept._kept.items():
+        node, parent = each.node, each.node.parent
+        assert manager.index._by_digest.get(digest) is node, f"{node.blocks} are kept, not cached"
+        assert parent is not None
+        if parent.parent is not None:
+            before = kept.until_s(parent.digest)
+            assert before is not None and before >= each.until_s, (
+                f"blocks {node.blocks} are kept longer than what is before them"
+            )
+        counts[each.tenant] += each.num_blocks
+    assert kept._num_by_tenant == {name: count for name, count in counts.items()}, (
+        f"{kept._num_by_tenant} blocks are counted, {counts} are kept"
+    )
+    assert kept.num_blocks == counts.total()
+    most = manager.pool.num_blocks
+    assert kept.num_blocks <= TOTAL_SHARE * most, f"{kept.num_blocks} of {most} blocks are kept"
+    assert all(count <= TENANT_SHARE * most for count in counts.values()), f"kept: {counts}"
+    kept_blocks = {
+        block for each in kept._kept.values() for block in each.node.blocks if block != NO_BLOCK
+    }
+    for block in range(most):
+        assert not manager.pool.is_kept(block) or block in kept_blocks, (
+            f"block {block} is handed out last, and nobody keeps it"
+        )
+    ends = {digest for _, digest in kept._ends}
+    assert len(ends) == len(kept._ends) and kept._kept.keys() <= ends == kept._ending
 
 
 def _audit_references(manager: KVCacheManager, tables: list[BlockTable]) -> None:

@@ -359,7 +359,19 @@ class KVCacheManager:
         forgotten = [block for block in self.pool.free_blocks() if block in self.index]
         for block in forgotten:
             self.index.remove(block)
+            self.pool.unkeep(block)
         return len(forgotten)
+
+    def forget_node(self, node: PrefixNode) -> int:
+        """Unpublish a node, here and wherever it is kept, unless a table references it or others
+        hang on it; return how many blocks it had."""
+        blocks = [block for block in node.blocks if block != NO_BLOCK]
+        if not blocks or node.children or any(self.pool.ref_counts[block] for block in blocks):
+            return 0
+        for watcher in self.index.watchers if node.digest else ():
+            watcher.distrusted(node)
+        self.index.drop(node)
+        return len(blocks)
 
     # -- inside
     # ----------------------------------------------------------------------------------------------
@@ -449,9 +461,9 @@ class KVCacheManager:
 
     def _distrust(self, block: int) -> None:
         """Forget a block whose content is in doubt."""
-        node, watcher = self.index.node_of(block), self.index.watcher
-        if node is not None and watcher is not None:
-            for each in self.index.below(node):
+        node = self.index.node_of(block)
+        for each in () if node is None else self.index.below(node):
+            for watcher in self.index.watchers:
                 watcher.distrusted(each)
         self.index.remove(block)
 

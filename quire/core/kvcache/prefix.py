@@ -145,7 +145,12 @@ class IndexWatcher(Protocol):
         ...
 
     def distrusted(self, node: PrefixNode) -> None:
-        """What the node holds, or held, is in doubt: a sequence that computed on it has failed."""
+        """What the node holds, or held, is not to be found again, wherever it is kept: a sequence
+        that computed on it has failed, or its owner wants it forgotten."""
+        ...
+
+    def forgotten(self, node: PrefixNode) -> None:
+        """A full node is about to leave the index, with the blocks that it has."""
         ...
 
 
@@ -167,7 +172,12 @@ class PrefixIndex:
         that is published, and (~block, its tokens) of each that is forgotten. None: there is no
         reader.
         """
-        self.watcher: IndexWatcher | None = None
+        self.watchers: list[IndexWatcher] = []
+
+    @property
+    def num_full(self) -> int:
+        """Nodes that are full."""
+        return len(self._by_digest)
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -243,8 +253,8 @@ class PrefixIndex:
             return None
         node = self._attach(parent, tokens, digest, blocks)
         self._by_digest[digest] = node
-        if self.watcher is not None:
-            self.watcher.published(node)
+        for watcher in self.watchers:
+            watcher.published(node)
         return node
 
     def insert_partial(
@@ -276,6 +286,17 @@ class PrefixIndex:
             self._detach(node)
             assert node.parent is not None
             node = node.parent
+        self._prune(node)
+
+    def drop(self, node: PrefixNode) -> None:
+        """Forget a node that nothing continues."""
+        assert not node.children and node.parent is not None
+        self._detach(node)
+        self._prune(node.parent)
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Forget a node that is good for nothing, and those before it that are only there for
+        its sake."""
         while node.parent is not None and not node.children and node.is_empty:
             self._detach(node)
             node = node.parent
@@ -293,9 +314,12 @@ class PrefixIndex:
         """Forget a node with all its blocks, and whatever continued it."""
         for child in list(node.children):
             self._detach(child)
+        is_full = self._by_digest.get(node.digest) is node
+        for watcher in self.watchers if is_full else ():
+            watcher.forgotten(node)
         for group in range(len(node.blocks)):
             self._forget(node, group)
-        if self._by_digest.get(node.digest) is node:
+        if is_full:
             del self._by_digest[node.digest]
         parent = node.parent
         assert parent is not None

@@ -150,7 +150,7 @@ class StoredPrefixes:
 
     def attach(self, blocks: KVBlocks) -> None:
         self._blocks = blocks
-        blocks.manager.index.watcher = self
+        blocks.manager.index.watchers.append(self)
 
     # -- what is stored
     # ----------------------------------------------------------------------------------------------
@@ -180,6 +180,9 @@ class StoredPrefixes:
             assert node.parent is not None
             key = StoredKey(digest, node.parent.digest, node.tokens)
             self._orders.append(TierOrder("drop", 0, (key,)))
+
+    def forgotten(self, node: PrefixNode) -> None:
+        """Do nothing: what leaves the pool stays stored."""
 
     def num_stored(self, keys: ChainKeys, first: int, end: int) -> int:
         """Return how many places from `first` on are stored, one behind the other."""

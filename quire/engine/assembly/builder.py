@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from quire.core.scheduler.images import EncodedImages
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
+from quire.core.scheduler.prompt_cache import CacheStats, PromptCache
 from quire.core.speculation.methods import forced_speculator, speculator_of
 from quire.core.step_cost import StepCostModel
 from quire.engine.assembly.drafting import keep_states, load_drafts
@@ -65,7 +67,11 @@ def prerequisites_of(
 ) -> tuple[Callable[[], Prerequisite], ...]:
     """The control plane's halves of the features whose others `build_executor` gives
     to the worker as companions. `pace` knows the costs of steps."""
-    found: list[Callable[[], Prerequisite]] = [CompiledGrammars]
+    stats = CacheStats()
+    found: list[Callable[[], Prerequisite]] = [
+        CompiledGrammars,
+        lambda: PromptCache(stats, os.urandom(8).hex()),
+    ]
     if (adapters := plan.adapters) is not None:
         found.append(partial(LoadedAdapters, adapters.max_active, adapters.max_loaded))
     if (images := plan.images) is not None:

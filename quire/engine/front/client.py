@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from quire.common.residence import check_level, check_parts, check_requests, check_version
+from quire.core.kvcache.events import KVEventBatch
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.fingerprint import fingerprint
@@ -33,10 +34,19 @@ from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
 from quire.engine.front.streams import OutputSink, Stream, merge_deltas
+from quire.engine.loop.cache import (
+    CacheByTenant,
+    CachedTokens,
+    CacheQuestion,
+    ClearCache,
+    EventsSince,
+)
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.engine.pooling.requests import PoolingRequests
 from quire.engine.process.messages import (
+    AskCache,
+    CacheAnswered,
     Command,
     Done,
     Inspect,
@@ -72,8 +82,8 @@ EngineState = Literal[
 ]
 """`sleeping`: its memory went back to the system, and requests wait for it. `stalled`: the engine
 shows no sign of progress and is about to be replaced. `failed`: given up for good."""
-Question = Inspect | InspectBlock | Command
-Seen = Inspected | InspectedBlock | Done
+Question = Inspect | InspectBlock | AskCache | Command
+Seen = Inspected | InspectedBlock | CacheAnswered | Done
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,6 +307,37 @@ class Client:
         self._num_questions += 1
         answer = await self._ask(InspectBlock(self._num_questions, block, step), replica)
         return answer.content if isinstance(answer, InspectedBlock) else None
+
+    async def kv_events(self, log: str, since: int, replica: int = 0) -> KVEventBatch | None:
+        """Return what was cached and evicted after the event `since` of a log (as an earlier batch
+        named it); everything that is cached, where these are not known. None where the engine
+        cannot be asked now."""
+        return (await self._ask_cache(EventsSince(log, since), replica)).events
+
+    async def cached_tokens(self, replica: int = 0) -> CachedTokens | None:
+        """Return what the prompt cache holds; None where the engine cannot be asked now."""
+        return (await self._ask_cache(CacheByTenant(), replica)).tokens
+
+    async def clear_cache(self, tenant: str | None = None) -> int:
+        """Forget what is cached of a tenant, or of all, and not in use; return how many blocks of
+        the pools. Raises UnavailableError."""
+        num_blocks = 0
+        for replica in range(max(1, len(self.status().replicas))):
+            cleared = (await self._ask_cache(ClearCache(tenant), replica)).cleared
+            if cleared is None:
+                state = self.status().state
+                raise UnavailableError(
+                    f"the cache cannot be cleared now: the engine is {state}",
+                    state=state,
+                    retry_after_s=5,
+                )
+            num_blocks += cleared.num_blocks
+        return num_blocks
+
+    async def _ask_cache(self, question: CacheQuestion, replica: int) -> CacheAnswered:
+        self._num_questions += 1
+        answer = await self._ask(AskCache(self._num_questions, question), replica)
+        return answer if isinstance(answer, CacheAnswered) else CacheAnswered(0)
 
     async def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and KV cache back to the system; what runs goes on after

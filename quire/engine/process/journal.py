@@ -142,6 +142,7 @@ class JournalEntry:
         if metrics.first_scheduled_s is None:
             metrics.first_scheduled_s = served.first_scheduled_s
             metrics.num_prefix_hit_tokens = served.num_prefix_hit_tokens
+            metrics.cache_miss = served.cache_miss
             metrics.waited_for, metrics.num_waited_steps = (
                 served.waited_for,
                 served.num_waited_steps,

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from quire.core.grammars import Grammar
+from quire.core.kvcache.events import KVEventBatch
 from quire.core.plan import ThinkTagTokens, TokenLogprobs
-from quire.core.request import FIRST_VERSION
+from quire.core.request import FIRST_VERSION, CacheMiss
 from quire.core.request_spec import RequestSpec, ResumedSequence
+from quire.engine.loop.cache import CachedTokens, CacheQuestion, Cleared
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
@@ -109,6 +111,13 @@ class InspectBlock(_TaggedMessage, frozen=True):
     step: int
 
 
+class AskCache(_TaggedMessage, frozen=True):
+    """What does the prompt cache hold, or: forget it."""
+
+    number: int
+    question: CacheQuestion
+
+
 class Sleep(_TaggedMessage, frozen=True):
     """Give the memory of weights and KV cache back, between two steps."""
 
@@ -135,7 +144,8 @@ class UpdateWeights(_TaggedMessage, frozen=True):
 
 
 Command = Sleep | WakeUp | UpdateWeights
-Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock | Command
+Question = Inspect | InspectBlock | AskCache
+Down = Start | Lists | Forget | AddRequest | Abort | Finish | Question | Command
 
 
 class Ready(_TaggedMessage, frozen=True):
@@ -166,6 +176,7 @@ class ServeStats(_TaggedMessage, frozen=True, array_like=True):
     first_scheduled_s: float | None
     num_prefix_hit_tokens: int
     num_cache_write_tokens: int
+    cache_miss: CacheMiss | None
     num_preemptions: int
     num_prefill_chunks: int
     waited_for: str | None
@@ -222,6 +233,15 @@ class InspectedBlock(_TaggedMessage, frozen=True):
     content: BlockContent | None
 
 
+class CacheAnswered(_TaggedMessage, frozen=True):
+    """The answer to `AskCache`; exactly one of them, or none where it is not known."""
+
+    number: int
+    events: KVEventBatch | None = None
+    tokens: CachedTokens | None = None
+    cleared: Cleared | None = None
+
+
 class Done(_TaggedMessage, frozen=True):
     """A command was carried out, or could not be."""
 
@@ -235,4 +255,5 @@ class Done(_TaggedMessage, frozen=True):
     """Of the weights that it computes with."""
 
 
-Up = Ready | StartFailed | Heartbeat | StepDeltas | Refused | Inspected | InspectedBlock | Done
+Seen = Inspected | InspectedBlock | CacheAnswered
+Up = Ready | StartFailed | Heartbeat | StepDeltas | Refused | Seen | Done

@@ -6,8 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from quire.core.kvcache.events import KVEventBatch
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
+from quire.engine.loop.cache import CachedTokens, Cleared, answer_on_cache
 from quire.engine.loop.counters import count
 from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.channel import Channel, FrameTooLarge, ProtocolError, wait
@@ -15,6 +17,8 @@ from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
     AddRequest,
+    AskCache,
+    CacheAnswered,
     Command,
     Done,
     Down,
@@ -22,11 +26,12 @@ from quire.engine.process.messages import (
     Forget,
     Heartbeat,
     Inspect,
-    InspectBlock,
     Inspected,
     InspectedBlock,
     Lists,
+    Question,
     Refused,
+    Seen,
     ServeStats,
     Sleep,
     Start,
@@ -110,8 +115,8 @@ class Service:
 
     def handle(
         self,
-        message: Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock | Command,
-    ) -> Refused | Inspected | InspectedBlock | Done | None:
+        message: Lists | Forget | AddRequest | Abort | Finish | Question | Command,
+    ) -> Refused | Seen | Done | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, AddRequest):
             return self._add(message)
@@ -120,7 +125,7 @@ class Service:
                 return Done(message.number, self.loop.asleep, UNDER_WAY)
             self._update = WeightUpdate(self.loop, message)
             return None
-        if isinstance(message, Inspect | InspectBlock | Sleep | WakeUp):
+        if isinstance(message, Question | Sleep | WakeUp):
             return answer(self.loop, message)
         if isinstance(message, Lists):
             self._lists[message.number] = message, frozenset(message.stop_token_ids)
@@ -202,12 +207,12 @@ class Service:
                 self._forget(request)
 
 
-def answer(
-    loop: StepLoop, question: Inspect | InspectBlock | Sleep | WakeUp
-) -> Inspected | InspectedBlock | Done:
+def answer(loop: StepLoop, question: Question | Sleep | WakeUp) -> Seen | Done:
     """Carry out a command, or return what a loop that records its steps says of them."""
     if isinstance(question, Sleep | WakeUp):
         return _carry_out(loop, question)
+    if isinstance(question, AskCache):
+        return _answer_on_cache(loop, question)
     recorder = loop.recorder
     assert recorder is not None
     if isinstance(question, Inspect):
@@ -215,6 +220,16 @@ def answer(
             question.number, recorder.inspect(question.engine, question.since, loop.now())
         )
     return InspectedBlock(question.number, recorder.content(question.block, question.step))
+
+
+def _answer_on_cache(loop: StepLoop, asked: AskCache) -> CacheAnswered:
+    found = answer_on_cache(loop, asked.question)
+    return CacheAnswered(
+        asked.number,
+        found if isinstance(found, KVEventBatch) else None,
+        found if isinstance(found, CachedTokens) else None,
+        found if isinstance(found, Cleared) else None,
+    )
 
 
 def _carry_out(loop: StepLoop, command: Sleep | WakeUp) -> Done:
@@ -253,6 +268,7 @@ def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDe
             metrics.first_scheduled_s,
             metrics.num_prefix_hit_tokens,
             metrics.num_cache_write_tokens,
+            metrics.cache_miss,
             metrics.num_preemptions,
             metrics.num_prefill_chunks,
             metrics.waited_for,

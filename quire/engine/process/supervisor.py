@@ -29,6 +29,7 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
+    CacheAnswered,
     Command,
     Done,
     Heartbeat,
@@ -296,7 +297,7 @@ class Supervisor:
                 self._questions.insert(0, self._bedtime)
         elif isinstance(message, Done):
             self._take_done(message)
-        elif isinstance(message, Inspected | InspectedBlock):
+        elif isinstance(message, Inspected | InspectedBlock | CacheAnswered):
             self.show(message)
         elif isinstance(message, Refused):
             entry = self._journal.entries.get(message.number)

@@ -77,6 +77,8 @@ class GenerationJob:
     """What the parameters come to, where they were read already."""
     images: tuple[PlacedImage, ...] = ()
     """Whose places the prompt has."""
+    keep_s: float = 0.0
+    """How long the prompt is to stay in the prefix cache, if it can."""
 
     @property
     def num_image_tokens(self) -> int:
@@ -279,6 +281,7 @@ class GenerationRun:
             priority=tenant.priority if job.priority is None else job.priority,
             tenant=tenant.name,
             weight=tenant.weight,
+            keep_s=job.keep_s,
         )
         stream = await client.generate(prepared)
         progress = _JobProgress(stream)

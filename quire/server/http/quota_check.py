@@ -20,7 +20,7 @@ GENERATING_PATHS = frozenset(
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
         "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score",
         "/rerank", "/v1/rerank", "/v2/rerank", "/v1/decisions", "/v1/systemone",
-        "/invocations",
+        "/invocations", "/v1/cache/warm",
     }
 )  # fmt: skip
 """Whose requests take a place in the queue."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.common.failures import log_failure
-from quire.core.request import RequestMetrics
+from quire.core.request import CacheMiss, RequestMetrics
 from quire.engine.front.outputs import RequestOutput
 from quire.server.api.generation import GenerationRun
 from quire.server.http.call import Call
@@ -225,10 +225,9 @@ class EventStream(Response):
         return True
 
 
-def timings(
-    metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int
-) -> dict[str, float | int | str | list[str] | None]:
-    """Return where a request's time went, in milliseconds, and why it waited."""
+def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int) -> dict[str, Any]:
+    """Return where a request's time went, in milliseconds, why it waited, and why its prompt was
+    not found in the cache."""
 
     def span_ms(start_s: float | None, end_s: float | None) -> float | None:
         return (
@@ -251,10 +250,26 @@ def timings(
         "tokens_per_second": rate if rate is None else round(rate, 3),
         "cached_tokens": metrics.num_prefix_hit_tokens,
         "cache_write_tokens": metrics.num_cache_write_tokens,
+        "prompt_cache_diagnostics": _cache_diagnostics(metrics.cache_miss),
         "weight_versions": list(metrics.weight_versions),
         "prefill_chunks": metrics.num_prefill_chunks,
         "preemptions": metrics.num_preemptions,
         "detokenize_ms": round(1000 * metrics.detokenize_s, 3),
+    }
+
+
+def _cache_diagnostics(miss: CacheMiss | None) -> dict[str, Any]:
+    """Say why whole blocks of a prompt were computed, and how many tokens that cost; the types are
+    those of OpenAI's responses."""
+    if miss is None:
+        return {"type": "unavailable"}
+    if not miss.reason:
+        return {"type": "cache_hit"}
+    return {
+        "type": "cache_miss",
+        "reason": miss.reason,
+        "cache_missed_tokens": miss.num_tokens,
+        "evicted_tokens": miss.num_evicted_tokens,
     }
 
 

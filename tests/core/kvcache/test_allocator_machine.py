@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.core.kvcache.audit import audit_manager
+from quire.core.kvcache.audit import audit_kept, audit_manager
+from quire.core.kvcache.events import KVEventLog
+from quire.core.kvcache.kept import KeptNodes
 from quire.core.kvcache.manager import BlockTable, KVCacheManager
-from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixIndex
+from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixIndex, PrefixNode
 from quire.core.plan import BlockCopy
 
 _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
@@ -51,6 +53,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             )
         self.memory: list[list[int | None]] = [[None] * size for _ in range(num_blocks)]
         self.owners: list[_Owner] = []
+        self.now, self.kept = 0.0, KeptNodes(self.manager.pool)
+        self.log = KVEventLog("log", max_blocks=12)
+        self.log.follow(self.manager.index)
+        self.manager.index.watchers.append(self)
+        self.mirror, self.num_read = set[bytes](), 0
 
     @rule(tokens=_TOKENS)
     def admit(self, tokens: list[int]) -> None:
@@ -121,9 +128,62 @@ class AllocatorMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         self.manager.forget_free()
 
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), tenant=st.sampled_from("ab"), keep_s=st.integers(1, 5))
+    def keep(self, data: st.DataObject, tenant: str, keep_s: int) -> None:
+        owner, nodes = self._pick(data), list[PrefixNode]()
+        node = owner.keys.root
+        for tokens, digest in zip(owner.keys.tokens, owner.keys.digests, strict=True):
+            child = self.manager.index.child(node, tokens, digest)
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        self.kept.keep(nodes, tenant, self.now + keep_s)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 1.0
+        self.kept.expire(self.now)
+
+    @rule(data=st.data())
+    def forget_one(self, data: st.DataObject) -> None:
+        nodes = list(self.manager.index.nodes())
+        if nodes:
+            self.manager.forget_node(data.draw(st.sampled_from(nodes), label="node"))
+
+    @rule()
+    def read_events(self) -> None:
+        """Whoever follows the events knows what is cached, also after gaps."""
+        batch = self.log.read("log", self.num_read)
+        assert batch.is_snapshot or batch.last == self.num_read + len(batch.events)
+        if batch.is_snapshot:
+            self.mirror.clear()
+        for event in batch.events:
+            if event.kind == "stored":
+                assert not event.parent or event.parent in self.mirror
+                self.mirror.update(event.digests)
+            elif event.kind == "removed":
+                self.mirror.difference_update(event.digests)
+            else:
+                self.mirror.clear()
+        self.num_read = batch.last
+        assert self.mirror == {node.digest for node in self.manager.index.nodes() if node.digest}
+
+    def published(self, node: PrefixNode) -> None:
+        """Do nothing: see `IndexWatcher`."""
+
+    def distrusted(self, node: PrefixNode) -> None:
+        """Do nothing."""
+
+    def forgotten(self, node: PrefixNode) -> None:
+        """Tell what is kept of it."""
+        self.kept.forget(node, is_eviction=True)
+
     @invariant()
     def everything_adds_up(self) -> None:
         audit_manager(self.manager, [owner.table for owner in self.owners])
+        audit_kept(self.kept, self.manager)
 
     @invariant()
     def every_table_reads_back_its_tokens(self) -> None:

@@ -38,6 +38,7 @@ from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.api.openai.messages import text_of
 from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE
+from quire.server.api.retention import cache_control_s
 from quire.server.api.structure import Asked
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import Call, call_of
@@ -89,7 +90,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_format: Annotated[Any, shape(OutputFormat)] = None
     output_config: Annotated[dict[str, Any], shape(OutputConfig)] | None = None
     cache_control: Any = None
-    """Of no effect, as in blocks and tools: every prefix is kept as long as there is room."""
+    """As in blocks and tools: how long the prompt is to be kept. It is cached in any case."""
 
     @property
     def thinking_kind(self) -> str | None:
@@ -202,6 +203,9 @@ class Messages:
             body, len(token_ids), given | await self._budget(call, body, answer_format)
         )
         job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority, images=images)
+        control = {"cache_control": body.cache_control}
+        turns = [{"content": turn.content} for turn in body.messages]
+        job.keep_s = cache_control_s(control, body.system, body.tools, turns)
         prepared = _PreparedMessages(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))

@@ -11,7 +11,7 @@ from quire.server.http.body import shape
 
 
 class CacheControl(msgspec.Struct):
-    """A hint: this server caches every prefix."""
+    """How long to keep the prompt; this server caches every prefix."""
 
     type: Any = None
     ttl: Any = None

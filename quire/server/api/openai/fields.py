@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from quire.core.params import LogprobsMode, SamplingParams
 from quire.engine.front.client import ModelInfo
+from quire.server.api.retention import Retention
 from quire.server.http.errors import bad_request, unavailable_feature
 
 MAX_STOPS = 4
@@ -166,7 +167,7 @@ class SamplingFields(CommonFields, kw_only=True):
     metadata: Metadata | None = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    prompt_cache_retention: Retention | None = None
     prediction: Any = None
     store: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None

@@ -54,6 +54,7 @@ from quire.server.api.openai.shapes import (
 )
 from quire.server.api.openai.tools import RESPONSES, read_tools
 from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, effort_kwargs
+from quire.server.api.retention import Retention, retention_s
 from quire.server.api.structure import (
     Asked,
     from_named_schema,
@@ -80,7 +81,7 @@ _UNAVAILABLE = {
     "prompt": "stored prompts are not available",
     "context_management": "contexts are not managed by this server",
 }
-_HINTS = ("max_tool_calls", "prompt_cache_retention")
+_HINTS = ("max_tool_calls",)
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 _INCLUDABLE = (
@@ -111,7 +112,7 @@ class ResponseRequest(CommonFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Any = None
+    prompt_cache_retention: Retention | None = None
     service_tier: str | None = None
     stream_options: Annotated[Any, shape(ResponseStreamOptions)] = None
     reasoning: Annotated[dict[str, Any], shape(Reasoning)] | None = None
@@ -275,6 +276,7 @@ class Responses:
         job = GenerationJob(
             token_ids, params, None, body.cache_salt, body.priority, images=prompt.images
         )
+        job.keep_s = retention_s(body.prompt_cache_retention)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = (
             partial(self._sealer.seal, call.tenant.name)

@@ -1,0 +1,84 @@
+"""A replica's cache as it tells of it: chunks of bytes count as cached while their blocks are."""
+
+from __future__ import annotations
+
+from quire.router.feed import FeedBatch, FeedEvent, take
+from quire.routing.ask import Ask
+from quire.routing.choices import make_balancer
+from quire.routing.observed import NUM_UNDER_WAY, ObservedMemory
+
+
+def ask(name: str, *chunks: int) -> Ask:
+    """A prompt of chunks of 100 estimated tokens."""
+    return Ask(None, chunks, 100, 100 * len(chunks), 10, name)
+
+
+def batch(*events: FeedEvent, is_snapshot: bool = False) -> FeedBatch:
+    return FeedBatch("kv_events", "log", 1, 16, is_snapshot, list(events))
+
+
+def prompt(name: str, num_tokens: int, *blocks: str) -> FeedEvent:
+    return FeedEvent("PromptBlocks", list(blocks), f"{name}.1f", num_tokens)
+
+
+BLOCKS = [f"b{place}" for place in range(20)]
+
+
+def followed() -> ObservedMemory:
+    memory = ObservedMemory(1000)
+    take(memory, batch(is_snapshot=True))
+    return memory
+
+
+def test_chunks_are_cached_while_their_blocks_are() -> None:
+    memory = followed()
+    memory.add(ask("r", 1, 2, 3, 4))
+    assert memory.match((1, 2, 3, 4)) == 4, "on its way"
+    # in truth 320 tokens: a chunk is five blocks
+    take(memory, batch(prompt("r", 320, *BLOCKS), FeedEvent("BlockStored", BLOCKS)))
+    assert memory.match((1, 2, 3, 4)) == 4
+    take(memory, batch(FeedEvent("BlockRemoved", BLOCKS[12:])))
+    assert memory.match((1, 2, 3, 4)) == 2 and memory.match((1, 9)) == 1
+    take(memory, batch(FeedEvent("BlockStored", BLOCKS[12:15])))
+    assert memory.match((1, 2, 3, 4)) == 3
+    take(memory, batch(FeedEvent("BlockStored", BLOCKS[:5]), is_snapshot=True))
+    assert memory.match((1, 2, 3, 4)) == 1
+    take(memory, batch(FeedEvent("AllBlocksCleared")))
+    assert memory.match((1, 2, 3, 4)) == 0
+
+
+def test_a_prompt_that_is_never_computed_counts_for_a_while() -> None:
+    memory = followed()
+    memory.add(ask("lost", 1, 2))
+    for number in range(NUM_UNDER_WAY - 1):
+        memory.add(ask(f"r{number}", 100 + number))
+    assert memory.match((1, 2)) == 2
+    memory.add(ask("one more", 7))
+    assert memory.match((1, 2)) == 0
+
+
+def test_without_events_the_router_guesses() -> None:
+    memory = ObservedMemory(1000)
+    memory.add(ask("r", 1, 2))
+    take(memory, batch(is_snapshot=True))
+    memory.unfollow()
+    assert memory.match((1, 2, 3)) == 2
+    memory.clear()
+    assert memory.match((1, 2, 3)) == 0
+
+
+def test_a_replica_that_has_evicted_a_prompt_is_not_taken_to_have_it() -> None:
+    balancer = make_balancer("kv-aware")
+    loads = [balancer.add(name) for name in ("a", "b")]
+    share, num_cached = balancer.send(ask("first", *range(8)), loads)
+    home = share.load
+    share.end()
+    memory = balancer.memory(home.name)
+    assert memory is not None and num_cached == 0
+    take(memory, batch(is_snapshot=True))
+    take(memory, batch(prompt("first", 320, *BLOCKS), FeedEvent("BlockStored", BLOCKS)))
+    share, num_cached = balancer.send(ask("again", *range(8)), loads)
+    share.end()
+    assert share.load is home and num_cached == 799
+    take(memory, batch(FeedEvent("AllBlocksCleared"), prompt("again", 320)))
+    assert balancer.send(ask("later", *range(8)), loads)[1] == 0
