@@ -76,6 +76,8 @@ class FakeBackend:
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         data = await reader.readexactly(int(headers.get("content-length", "0")))
         method, path, _ = request_line.split(" ")
+        if path.startswith("/v1/kv_events"):  # it tells nothing of what it caches
+            return _whole(writer, 404, b"{}")
         while self.is_silent:
             await asyncio.sleep(0.01)
             if reader.at_eof():
@@ -83,8 +85,6 @@ class FakeBackend:
                 return False
         if path == "/health":
             return _whole(writer, 200, b"{}")
-        if path.startswith("/v1/kv_events"):  # it tells nothing of what it caches
-            return _whole(writer, 404, b"{}")
         self.headers.append(headers)
         if path == "/v1/models":
             shown = {"data": [{"id": name, "object": "model"} for name in self.models]}
