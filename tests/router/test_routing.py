@@ -460,7 +460,7 @@ def test_a_back_end_that_takes_no_connections_may_finish_what_it_has_begun() -> 
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         made[0].gap_s = 0.03
         streaming = asyncio.create_task(up.stream(BODY))
-        await until(lambda: up.app.fleet.num_in_flight == 1)
+        await until(lambda: len(made[0].bodies) == 1)
         await made[0].close()
         await up.app.prober.probe_all()
         replica = up.app.fleet.replicas[0]

@@ -40,6 +40,11 @@ class FakeBackend:
         """Without a path."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def num_connections(self) -> int:
+        """Those that are open."""
+        return len(self._writers)
+
     async def start(self) -> None:
         """Listen, on the same port as before."""
         self._server = await asyncio.start_server(
@@ -152,4 +157,6 @@ async def backends(*names: str) -> AsyncIterator[list[FakeBackend]]:
     finally:
         for each in made:
             await each.kill()
-        await asyncio.sleep(0.01)  # in which their connections are let go
+        async with asyncio.timeout(10):
+            while any(each.num_connections for each in made):  # until all are let go
+                await asyncio.sleep(0.005)
