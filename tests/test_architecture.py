@@ -205,7 +205,7 @@ MAX_LINES = {
     "quire/sim": 1_700,
     "quire/spec": 900,
     "quire/text": 4_400,
-    "quire/tiers": 900,
+    "quire/tiers": 950,
     "quire/utils": 100,
     "quire/weights": 2_900,
     "quire/worker": 2_500,

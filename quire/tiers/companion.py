@@ -122,6 +122,9 @@ class StoredBlocks:
         self._memory = memory
         self._open_store = open_store
         self._store: DiskStore | None = None
+        self._given_up: DiskStore | None = None
+        """A store of which nothing is read and to which nothing is written any more, but that what
+        is in doubt is taken back from."""
         self._host = HostBlocks(host_bytes)
         self._has_host = host_bytes > 0
         self._change = threading.Condition()
@@ -182,7 +185,7 @@ class StoredBlocks:
     def _ask(self, order: TierOrder) -> None:
         with self._change:
             if order.verb == "begin":
-                self._jobs.clear()
+                self._jobs = deque(job for job in self._jobs if job.verb == "drop")
                 self._wanted.clear()
                 self._fetched.clear()
                 self._news.clear()
@@ -366,6 +369,9 @@ class StoredBlocks:
             self._host.drop(digest)
         if self._store is not None:
             self._store.drop(digest)
+        elif self._given_up is not None:
+            with contextlib.suppress(OSError):
+                self._given_up.drop(digest)
 
     def _fetch(self, order: TierOrder) -> None:
         """Read as many places as are what they were, up to the first that is not. Those behind it
@@ -412,9 +418,7 @@ class StoredBlocks:
         with self._change:
             lost = () if self._store is None else self._store.digests
             pending = {key.digest for key, _ in self._writes}
-            if self._store is not None:
-                self._drop_queued(self._store)
-                self._store.close()
+            self._given_up = self._store
             self._store, self._open_store, self._is_open = None, None, True
             self._writes.clear()
             self._backlog_bytes = 0
@@ -428,18 +432,11 @@ class StoredBlocks:
                 for number in self._wanted - self._fetched.keys() - queued
             ]
             self._change.notify_all()
-        if self._thread is not None and not self._is_closing:
-            while self._work(_REFRESH_S):  # the host's memory is served
+        if self._thread is not None:
+            while self._work(_REFRESH_S):  # the host's memory is served, what is in doubt dropped
                 pass
 
-    def _drop_queued(self, store: DiskStore) -> None:
-        """Take back what was to be dropped, as far as the disk lets it: the next start must not
-        find blocks that are in doubt."""
-        with contextlib.suppress(OSError):
-            for job in self._jobs:
-                for key in job.keys if job.verb == "drop" else ():
-                    store.drop(key.digest)
-
     def _end(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        for store in (self._store, self._given_up):
+            if store is not None:
+                store.close()

@@ -223,7 +223,9 @@ def test_what_was_to_be_dropped_is_dropped_where_the_disk_is_given_up_before(
         patch.setattr(DiskStore, "read", fail)
         half.begin(StepPlan(1, (), orders={TIERS: orders}))
         news = [TierNews._make(each) for each in half.take_news(0.0)]
+        later = (TierOrder("drop", 0, (key(3),)),)  # which was under way when the disk failed
+        half.begin(StepPlan(2, (), orders={TIERS: later}))
     half.close()
     assert "off" in [each.verb for each in news]
     with contextlib.closing(open_store(tmp_path)) as again:
-        assert read(again, 1, 2, 3) == [payload(1), None, payload(3)]
+        assert read(again, 1, 2, 3) == [payload(1), None, None]

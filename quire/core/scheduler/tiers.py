@@ -44,6 +44,7 @@ MAX_FETCHED_BLOCKS = 1024
 _NEWEST_SHARE = 0.25
 """Of the newest measurement in the average cost of a block."""
 _MAX_TRIED = 4096
+_MAX_DOUBTFUL = 4096
 _MAX_ORDERS = 64
 """Of a sequence between two admissions, where one order is not enough for a long prompt."""
 
@@ -137,6 +138,11 @@ class StoredPrefixes:
         sequence is to wait for ever."""
         self._unconfirmed: dict[int, list[PrefixNode]] = {}
         """By the fetch: nodes whose blocks are written by a plan that may still be lost."""
+        self._doubtful: OrderedDict[bytes, StoredKey] = OrderedDict()
+        """What was to be dropped, of late: the order may have been lost with its plan."""
+        self._left: set[bytes] = set()
+        """Stored when storing was given up: nothing is read of it, but it may come to be in
+        doubt, and the next start must not find it then."""
         self._num_orders = 0
         self._is_off, self._is_listed = stats.is_off, False
         self._is_placing = False
@@ -163,6 +169,8 @@ class StoredPrefixes:
         assert node.parent is not None
         key = StoredKey(digest, node.parent.digest, node.tokens)
         self._offered.add(digest)
+        if digest in self._doubtful:  # what is stored under it must not be taken for this
+            self._orders.append(TierOrder("drop", 0, (key,)))
         last = self._orders[-1] if self._orders else None
         if last is not None and last.verb == "keep":
             self._orders[-1] = last._replace(
@@ -174,12 +182,15 @@ class StoredPrefixes:
     def distrusted(self, node: PrefixNode) -> None:
         """Have it forgotten there, too."""
         digest = node.digest
-        if digest in self._known or digest in self._offered:
-            self._known.discard(digest)
-            self._offered.discard(digest)
+        if digest in self._known or digest in self._offered or digest in self._left:
+            for stored in (self._known, self._offered, self._left):
+                stored.discard(digest)
             assert node.parent is not None
             key = StoredKey(digest, node.parent.digest, node.tokens)
             self._orders.append(TierOrder("drop", 0, (key,)))
+            self._doubtful[digest] = key
+            if len(self._doubtful) > _MAX_DOUBTFUL:
+                self._doubtful.popitem(last=False)
 
     def forgotten(self, node: PrefixNode) -> None:
         """Do nothing: what leaves the pool stays stored."""
@@ -329,11 +340,14 @@ class StoredPrefixes:
         self._unlisted = waiting
 
     def _begin(self) -> None:
-        """Have the worker's half forget what it was told, and start from its list."""
+        """Have the worker's half forget what it was told but for what is in doubt, and start from
+        its list."""
         self._forget()
         self._is_listed, self._begun_s = False, None
         self._num_orders += 1
         self._orders = [TierOrder("begin", self._num_orders)]
+        if self._doubtful:
+            self._orders.insert(0, TierOrder("drop", 0, tuple(self._doubtful.values())))
 
     def _forget(self) -> None:
         self._known.clear()
@@ -364,10 +378,10 @@ class StoredPrefixes:
             self._unconfirmed.pop(news.number, None)
         elif news.verb == "off":
             ready = self.parked()
-            written = [order for order in self._orders if order.verb == "place"]
-            unconfirmed = self._unconfirmed.copy()
+            still_due = [order for order in self._orders if order.verb in ("place", "drop")]
+            unconfirmed, self._left = self._unconfirmed.copy(), self._known | self._offered
             self._forget()
-            self._orders, self._unconfirmed = written, unconfirmed
+            self._orders, self._unconfirmed = still_due, unconfirmed
             self._is_off = self.stats.is_off = True
         self.stats.num_stored_blocks = len(self._known)
         return ready
