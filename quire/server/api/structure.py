@@ -104,12 +104,18 @@ def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
         raise bad_request(f"{param}.strict: it must be true or false", param=f"{param}.strict")
     if schema is None:
         return [(f"{param}.schema", {"json": {"type": "object"}})]
+    return [from_schema(schema, f"{param}.schema", is_strict=bool(strict))]
+
+
+def from_schema(schema: object, param: str, *, is_strict: bool = False) -> Asked:
+    """Return a JSON schema with no keys that it does not declare, and no integers without end.
+    Raises ApiError 400."""
     if isinstance(schema, Mapping):
         try:
-            schema = closed_schema(schema, f"{param}.schema", is_strict=bool(strict))
+            schema = closed_schema(schema, param, is_strict=is_strict)
         except InvalidParameterError as error:
-            raise _renamed(error, f"{param}.schema") from None
-    return [(f"{param}.schema", {"json": schema})]
+            raise _renamed(error, param) from None
+    return param, {"json": schema}
 
 
 def from_guided(request: object) -> list[Asked]:

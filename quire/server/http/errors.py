@@ -68,7 +68,9 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """`details`: what Anthropic's clients decide by, beside the message."""
         super().__init__(message)
         self.status = status
         self.message = (
@@ -77,6 +79,7 @@ class ApiError(Exception):
         self.param = param[:_MAX_PARAM_CHARS] if param is not None else None
         self.code = code
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object, with all four keys."""
@@ -89,7 +92,14 @@ class ApiError(Exception):
         """Anthropic's envelope; its error object also has OpenAI's keys,
         so that every endpoint has the same four."""
         kind = "api_error" if self.status == 500 else _TYPES.get(self.status, "api_error")
-        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {
+            "type": kind,
+            "message": self.message,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.details is not None:
+            error["details"] = dict(self.details)
         return {"type": "error", "error": error, "request_id": request_id}
 
     def encode(self) -> bytes:

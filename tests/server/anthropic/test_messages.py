@@ -135,7 +135,6 @@ def test_a_stream(claude: anthropic.Anthropic) -> None:
         {"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1", "name": "x"}]},
         {"container": "container_1"},
         {"compaction": {"type": "summarize"}},
-        {"thread": {"id": "x"}},
         {"temperature": 1.5},
         {"max_tokens": 0},
         {"messages": []},
@@ -151,6 +150,64 @@ def test_what_is_refused(claude: anthropic.Anthropic, fields: dict[str, Any]) ->
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     assert body["request_id"] == caught.value.request_id
     assert set(body["error"]) == {"type", "message", "param", "code"}
+
+
+def test_a_thread_is_refused_in_the_words_that_clients_go_on_after(
+    claude: anthropic.Anthropic,
+) -> None:
+    import anthropic
+
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(claude, extra_body={"thread": {"type": "create"}})
+    body: Any = caught.value.body
+    assert body["error"]["param"] == "thread"
+    assert body["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
+def test_the_official_tool_runner_runs_to_its_end() -> None:
+    import anthropic
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Weather of a city."""
+        return f"Sun in {city}"
+
+    calling = Script(
+        pieces=['<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>']
+    )
+    fake = FakeClient(calling)
+    with serve(fake) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
+        turns: list[Any] = []
+        with client:
+            runner = client.beta.messages.tool_runner(
+                model="fake", max_tokens=20, tools=[weather], messages=CAT
+            )
+            for turn in runner:
+                turns.append(turn)
+                fake.script = Script(pieces=["It is sunny."])
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert turns[0].content[-1].input == {"city": "Oslo"}
+    assert turns[1].content[0].text == "It is sunny."
+
+
+def test_a_form_has_no_keys_but_its_own_and_numbers_with_an_end(http: httpx.Client) -> None:
+    fields = {
+        "model": MODEL,
+        "max_tokens": 200,
+        "messages": CAT,
+        "temperature": 0,
+    }
+    schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    for field in ("output_format", "output_config"):
+        form = {"type": "json_schema", "schema": schema}
+        body = {**fields, field: form if field == "output_format" else {"format": form}}
+        answer = http.post("/v1/messages", json=body).json()
+        assert answer["stop_reason"] == "end_turn", answer
+        assert json.loads(answer["content"][0]["text"]).keys() == {"days"}
 
 
 def call(client: anthropic.Anthropic, messages: Any = CAT, **fields: Any) -> Any:

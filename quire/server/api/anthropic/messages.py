@@ -39,7 +39,7 @@ from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_
 from quire.server.api.openai.messages import text_of
 from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE
 from quire.server.api.retention import cache_control_s
-from quire.server.api.structure import Asked
+from quire.server.api.structure import Asked, from_schema
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import Call, call_of
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
@@ -58,8 +58,10 @@ _UNAVAILABLE = {
     "mcp_servers": "this server fetches nothing",
     "container": "containers are not available",
     "compaction": "conversations are not summarized by this server",
-    "thread": "conversations are not kept; send all of their messages",
 }
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Anthropic's tool runner opens a thread by itself; after a refusal in these words it goes on with
+whole conversations."""
 _HINTS = ("speed", "inference_geo", "diagnostics", "fallbacks")
 _NEUTRAL = (None, "standard", "default")
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
@@ -231,6 +233,14 @@ class Messages:
         for name, reason in _UNAVAILABLE.items():
             if _asks_for_something(getattr(body, name)):
                 raise unavailable_feature(name, reason)
+        if _asks_for_something(body.thread):
+            raise ApiError(
+                400,
+                "thread: conversations are not kept; send all of their messages",
+                param="thread",
+                code="unsupported_parameter",
+                details=_NO_THREADS,
+            )
         size = call.num_body_bytes
         edits, asked = read_edits(body.context_management), _asked_form(body)
         offered = await off_loop(size, lambda: read_tools(body.tools, body.tool_choice))
@@ -373,7 +383,7 @@ def _asked_form(body: CountRequest) -> list[Asked]:
             raise bad_request(
                 f"{name}: it must have the type json_schema, and a schema", param=name
             )
-        asked.append((f"{name}.schema", {"json": schema}))
+        asked.append(from_schema(schema, f"{name}.schema"))
     return asked
 
 
