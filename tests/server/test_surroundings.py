@@ -97,7 +97,9 @@ def test_neither_a_full_disk_nor_a_deleted_folder_nor_exchanged_weights_are_pass
         assert served.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("change", ["config.json", "tokenizer.json", "deleted"])
+@pytest.mark.parametrize(
+    "change", ["config.json", "tokenizer.json", "deleted", "same size and time"]
+)
 def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(
     tmp_path: Path, change: str
 ) -> None:
@@ -117,13 +119,46 @@ def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(
     check_unchanged(start.files)
     if change == "deleted":
         (tmp_path / "model" / "model.safetensors").unlink()
+    elif change == "same size and time":  # as in archives and images with one time for all
+        _exchange(tmp_path / "model" / "model.safetensors")
     else:
         path = tmp_path / "model" / change
         path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
-    with pytest.raises(
-        CheckpointError, match="model.safetensors" if change == "deleted" else change
-    ):
+    said = {
+        "deleted": "model.safetensors",
+        "same size and time": "model.safetensors holds other bytes",
+    }
+    with pytest.raises(CheckpointError, match=said.get(change, change)):
         check_unchanged(start.files)
+
+
+def _exchange(path: Path) -> None:
+    """Replace weights by others of the same size and time."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    path.unlink()
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_packed_weights_are_not_taken_for_those_of_other_files_of_the_same_size_and_time(
+    tmp_path: Path,
+) -> None:
+    from quire.config.engine import EngineConfig
+    from quire.engine.assembly.fingerprint import cache_name
+    from quire.engine.assembly.preparation import prepare_model
+
+    shutil.copytree(ASSETS, tmp_path / "model")
+
+    def name() -> object:
+        config = EngineConfig(model=str(tmp_path / "model"), kv_cache_memory="16MiB")
+        planned = prepare_model(config, is_for_here=False).planned
+        return cache_name(planned.plan, planned.files)
+
+    first = name()
+    assert name() == first
+    _exchange(tmp_path / "model" / "model.safetensors")
+    assert name() != first
 
 
 @pytest.mark.skipif(

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import quire.program
 import quire.quant
+from quire.common.file_states import samples_of
 from quire.common.version import __version__
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.machine import instruction_sets
 from quire.nn.parts import ModelPart
 from quire.weights.packed_cache import CacheName
-
-_NUM_SAMPLES = 256
-_SAMPLE_BYTES = 4096
-"""Of each file: a megabyte, which takes a millisecond where it was read before. Weights that were
-trained further differ almost everywhere, and of a change to a twentieth of a file the samples miss
-one in half a million.
-"""
 
 
 def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
@@ -37,7 +30,7 @@ def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
     """
     tokenizer = Path(plan.config.tokenizer or files.folder) / "tokenizer.json"
     read = [*weight_files(files), *([tokenizer] if tokenizer.is_file() else [])]
-    samples = [(path.name, *_samples(path)) for path in read]
+    samples = [(path.name, *samples_of(path)) for path in read]
     return _digest([*numerics(plan, files), samples])
 
 
@@ -53,17 +46,6 @@ def numerics(plan: EnginePlan, files: ModelFiles) -> list[Any]:
     return [*_forms(plan), dict(files.config), plan.kv_format, where]
 
 
-def _samples(path: Path) -> tuple[int, str]:
-    """Return a file's size, and a digest of pieces all over it: the whole of a small one."""
-    digest = hashlib.blake2b(digest_size=12)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
-            file.seek(place)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return size, digest.hexdigest()
-
-
 def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
     """Return the packed weights of a model: one name for each form of it,
     one digest for each state of its files and of the code."""
@@ -71,7 +53,7 @@ def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
     form = plan.config.quantize_to or "stored"
     label = f"{path.stem}-{_digest([str(path.resolve())])[:8]}-{plan.dtype}-{form}"
     states = [
-        (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in weight_files(files)
+        (each.name, each.stat().st_mtime_ns, *samples_of(each)) for each in weight_files(files)
     ]
     code = source_digest(Path(quire.quant.__path__[0]))
     return CacheName(label, _digest([*_forms(plan), dict(files.config), states, code]))

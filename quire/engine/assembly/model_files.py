@@ -56,7 +56,7 @@ class ModelFiles(NamedTuple):
             self.config_path or (self.folder if self.gguf is None else self.gguf.file.path)
         )
 
-    def states(self, tokenizer: str | None) -> dict[str, tuple[int, int]]:
+    def states(self, tokenizer: str | None) -> dict[str, tuple[int, int, str]]:
         """Return the files that decide what the model answers,
         and how they are now (see `file_states.check_unchanged`)."""
         folders = [self.folder] if tokenizer is None else [self.folder, Path(tokenizer)]

@@ -40,7 +40,7 @@ class Start(_TaggedMessage, frozen=True):
     model: str
     options: dict[str, Any]
     """Of `EngineConfig.from_options`."""
-    files: dict[str, tuple[int, int]] = {}
+    files: dict[str, tuple[int, int, str]] = {}
     """The model's files as the server found them: an engine builds of no others."""
     version: int = PROTOCOL_VERSION
 
