@@ -183,7 +183,7 @@ MAX_LINES = {
     "quire": 800,
     "quire/bench": 4_000,
     "quire/cli": 4_200,
-    "quire/common": 1_400,
+    "quire/common": 1_600,
     "quire/config": 1_500,
     "quire/core": 10_000,
     "quire/engine": 15_000,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from quire.common.lookup import addresses_of
 from quire.errors import ConfigError, QuireError
 
 MAX_HEAD_BYTES = 64 << 10
@@ -229,16 +230,14 @@ class HttpClient:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + request.body
 
     async def _connect(self) -> _Connection:
-        address, loop = self.address, asyncio.get_running_loop()
+        address = self.address
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self._view),
-                    address.host,
-                    address.port,
-                    ssl=self._tls,
-                    server_hostname=self._tls_name,
-                )
+                *others, last = await addresses_of(address.host, address.port)
+                for host in others:
+                    with contextlib.suppress(OSError):
+                        return await self._connect_to(host)
+                return await self._connect_to(last)
         except TimeoutError:
             raise HttpError(
                 f"no connection to {address.netloc} within {self._connect_timeout_s:g} s",
@@ -250,14 +249,22 @@ class HttpClient:
             raise HttpError(
                 f"cannot connect to {address.netloc}: {reason}", kind="connect"
             ) from None
-        return connection
 
-    @property
-    def _tls_name(self) -> str | None:
-        """The name in the server's certificate, where it is not the URL's."""
-        if self._tls is None or self.host_name is None:
-            return None
-        return urlsplit(f"//{self.host_name}").hostname
+    async def _connect_to(self, host: str) -> _Connection:
+        """Connect to one of the server's addresses. Raises OSError."""
+        name = None  # in the server's certificate
+        if self._tls is not None:
+            name = self.address.host
+            if self.host_name is not None:
+                name = urlsplit(f"//{self.host_name}").hostname
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: _Connection(self._view),
+            host,
+            self.address.port,
+            ssl=self._tls,
+            server_hostname=name,
+        )
+        return connection
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
+from quire.common.lookup import look_up
 from quire.errors import InvalidParameterError
-from quire.media.lookup import look_up
 from quire.media.sources import MediaAccess
 
 MAX_BYTES = 32 << 20

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from quire.common.failures import log_failure
 from quire.common.http_client import Address, HttpClient, HttpError, HttpRequest
+from quire.common.lookup import addresses_of
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.fleet import Fleet, Replica
@@ -52,11 +52,8 @@ class DnsSource:
     async def resolve(self) -> list[str]:
         """Return URLs, one for each address. Raises OSError."""
         address = self.address
-        found = await asyncio.get_running_loop().getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )
         scheme = "https" if address.is_secure else "http"
-        hosts = sorted({str(entry[4][0]) for entry in found})
+        hosts = sorted(await addresses_of(address.host, address.port))
         shown = [f"[{host}]" if ":" in host else host for host in hosts]
         return [f"{scheme}://{host}:{address.port}{address.path}" for host in shown]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -283,3 +285,53 @@ def test_events_in_any_pieces(size: int) -> None:
     for start in range(0, len(text), size):
         reader(text[start : start + size])
     assert events == [b"one", b"two\nlines", b"\xc3\xa9"]
+
+
+def test_a_resolver_that_does_not_answer_keeps_neither_a_request_nor_the_process_s_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An event loop's own lookups are waited for when it is closed."""
+    answered, given_up = threading.Event(), threading.Timer(60, lambda: answered.set())
+
+    def resolve(*_: Any, **__: Any) -> list[Any]:
+        answered.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    async def run() -> None:
+        async with HttpClient("http://replicas:8000", connect_timeout_s=0.05) as client:
+            with pytest.raises(HttpError, match="no connection") as caught:
+                await client.request(GET)
+            assert caught.value.kind == "connect"
+
+    given_up.start()
+    try:
+        asyncio.run(run())
+        assert not answered.is_set()
+    finally:
+        given_up.cancel()
+        answered.set()
+
+
+def test_a_name_with_several_addresses_is_reached_at_the_one_that_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        assert host == "replicas"
+        return [(0, 0, 0, "", (address, port)) for address in ("127.0.0.9", "127.0.0.1")]
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+        writer.close()
+        await writer.wait_closed()
+
+    async def run() -> None:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        async with server, HttpClient(f"http://replicas:{port}") as client:
+            assert (await client.request(GET)).body == b"hi"
+
+    asyncio.run(run())

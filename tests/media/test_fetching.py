@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from quire.common import lookup
 from quire.errors import InvalidParameterError
-from quire.media import fetching, lookup
+from quire.media import fetching
 from quire.media.fetching import fetch, is_public
 from quire.media.sources import MediaAccess
 

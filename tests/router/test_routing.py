@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -396,10 +397,10 @@ def test_a_name_stands_for_its_addresses(monkeypatch: pytest.MonkeyPatch) -> Non
         async with backends("a") as (back,):
             addresses = ["127.0.0.1", "127.0.0.9"]
 
-            async def resolve(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+            def resolve(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
                 return [(0, 0, 0, "", (address, port)) for address in addresses]
 
-            monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+            monkeypatch.setattr(socket, "getaddrinfo", resolve)
             async with routed(f"dns+http://replicas:{back.port}", dns_interval_s=60) as up:
                 await until(lambda: len(up.app.fleet.replicas) == 2)
                 addresses.pop()
