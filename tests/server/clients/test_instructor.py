@@ -1,8 +1,8 @@
-"""instructor's modes for OpenAI's and Anthropic's APIs, on a model that was never taught any of
-them.
+"""instructor's modes for OpenAI's and Anthropic's APIs.
 
-Modes that only ask for JSON in words, or leave the call to the model, are for models that can do
-so.
+Modes whose form the server enforces run on a model that was never taught any of them. Modes that
+only ask for JSON in words, or leave the call to the model, are for models that can do so: here the
+engine writes what such a model would.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import anthropic
+import msgspec
 import openai
 import pydantic
 import pytest
-from servers import MODEL, RunningServer
+from fake_client import FakeClient, Script
+from servers import MODEL, RunningServer, serve
+
+from quire.engine.front.client import ModelInfo
 
 instructor = pytest.importorskip("instructor")
 # of modes that programs go on using
@@ -33,7 +37,7 @@ class Stay(pydantic.BaseModel):
 
 def ask(client: Any, **fields: Any) -> Any:
     fields = {"response_model": Stay, "max_retries": 0, "max_tokens": 200, **fields}
-    return client.chat.completions.create(model=MODEL, messages=ASK, **fields)
+    return client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})
 
 
 @pytest.mark.parametrize(
@@ -76,3 +80,43 @@ def test_modes_of_anthropic(server: RunningServer, mode: str) -> None:
             assert all(
                 isinstance(each, Stay) for each in ask(client, response_model=Iterable[Stay])
             )
+
+
+STAY = '{"city": "Rome", "days": 3}'
+CALL = f'<tool_call>{{"name": "Stay", "arguments": {STAY}}}</tool_call>'
+IN_WORDS = {
+    "JSON": STAY,
+    "MD_JSON": f"Here it is.\n```json\n{STAY}\n```",
+    "PARALLEL_TOOLS": CALL + CALL,
+    "ANTHROPIC_JSON": f"Here it is.\n```json\n{STAY}\n```",
+    "ANTHROPIC_PARALLEL_TOOLS": CALL + CALL,
+}
+
+
+class Roomy(FakeClient):
+    """A model whose context holds a schema in words."""
+
+    @property
+    def model(self) -> ModelInfo:
+        return msgspec.structs.replace(super().model, max_model_len=2048)
+
+
+@pytest.mark.parametrize("mode", IN_WORDS)
+def test_modes_that_leave_the_form_to_the_model(mode: str) -> None:
+    fake = Roomy(Script(pieces=[IN_WORDS[mode]]))
+    is_parallel = "PARALLEL" in mode
+    fields = {"response_model": Iterable[Stay] if is_parallel else Stay}
+    if mode == "PARALLEL_TOOLS":
+        fields["tool_choice"] = "auto"
+    with serve(fake) as server:
+        if mode.startswith("ANTHROPIC"):
+            plain: Any = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+            make = instructor.from_anthropic
+        else:
+            plain = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=60)
+            make = instructor.from_openai
+        with plain:
+            client = make(plain, mode=instructor.Mode[mode])
+            answer = ask(client, **fields, model="fake", max_tokens=20)
+            stays = list(answer) if is_parallel else [answer]
+    assert [(stay.city, stay.days) for stay in stays] == [("Rome", 3)] * (2 if is_parallel else 1)
