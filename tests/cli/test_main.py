@@ -227,6 +227,32 @@ def test_interrupt_is_clean(tiny: str) -> None:
     assert err.splitlines()[-1] == "quire: interrupted" and "Traceback" not in err
 
 
+INTERRUPTED_START = """
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "quire.cli.parser":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("quire", run_name="__main__")
+"""
+
+
+def test_an_interrupt_before_the_command_line_is_read_is_one_line_too() -> None:
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_START],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert (done.returncode, done.stderr) == (130, "quire: interrupted\n")
+    assert 'quire = "quire.__main__:main"' in (root / "pyproject.toml").read_text()
+
+
 INTERRUPTED_IMPORT = """
 import sys
 from quire.cli.main import main
