@@ -19,7 +19,7 @@ from engines import run_all
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.scheduler import tiers as control
-from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
+from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats, origin_of
 from quire.core.tiers import TierOrder
 from quire.engine.assembly import tiers as assembly
 from quire.engine.assembly.builder import build_engine
@@ -84,6 +84,26 @@ def test_a_second_start_restores_the_same_bits(
     stats = stats_of(second)
     assert stats.num_restored_blocks == 5 + 3 and stats.num_faulty_blocks == 0
     assert second.scheduler.stats.num_prefix_hit_tokens >= 40 + 48
+
+
+def test_it_is_shown_where_a_block_came_from(make_engine: MakeEngine, tmp_path: Path) -> None:
+    stored(make_engine, tmp_path)
+    second = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
+    answers(second)
+    scheduler = second.scheduler
+    shown = [
+        origin_of(scheduler.admission.prerequisites, scheduler.manager, block)
+        for node in scheduler.manager.index.nodes()
+        if node.digest
+        for block in node.blocks
+    ]
+    restored = [each for each in shown if each[0] == "restored"]
+    assert len(restored) == stats_of(second).num_restored_blocks
+    assert all(is_stored for _, is_stored, _ in restored)
+    assert any(origin == "computed" for origin, _, _ in shown)
+    second.reset_prefix_cache()
+    prerequisites, manager = scheduler.admission.prerequisites, scheduler.manager
+    assert {origin_of(prerequisites, manager, block)[0] for block in range(8)} == {""}
 
 
 def test_latent_rows_are_restored_as_well(make_engine: MakeEngine, tmp_path: Path) -> None:

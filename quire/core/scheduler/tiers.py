@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from quire.core.kvcache.manager import BlockTable, PrefixMatch
+from quire.core.kvcache.manager import BlockTable, KVCacheManager, PrefixMatch
 from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixNode
 from quire.core.plan import Record
 from quire.core.request import Sequence
@@ -140,6 +140,8 @@ class StoredPrefixes:
         """By the fetch: nodes whose blocks are written by a plan that may still be lost."""
         self._doubtful: OrderedDict[bytes, StoredKey] = OrderedDict()
         """What was to be dropped, of late: the order may have been lost with its plan."""
+        self._restored: set[bytes] = set()
+        """Places in the pool whose blocks were read from a tier."""
         self._left: set[bytes] = set()
         """Stored when storing was given up: nothing is read of it, but it may come to be in
         doubt, and the next start must not find it then."""
@@ -193,7 +195,16 @@ class StoredPrefixes:
                 self._doubtful.popitem(last=False)
 
     def forgotten(self, node: PrefixNode) -> None:
-        """Do nothing: what leaves the pool stays stored."""
+        """What leaves the pool stays stored."""
+        self._restored.discard(node.digest)
+
+    def is_restored(self, digest: bytes) -> bool:
+        """Whether a place in the pool was read from a tier, and not computed."""
+        return digest in self._restored
+
+    def is_stored(self, digest: bytes) -> bool:
+        """Whether a place is in a tier."""
+        return digest in self._known
 
     def num_stored(self, keys: ChainKeys, first: int, end: int) -> int:
         """Return how many places from `first` on are stored, one behind the other."""
@@ -452,6 +463,7 @@ class StoredPrefixes:
             self._orders.append(TierOrder("cancel", number))
             return
         self.stats.num_restored_blocks += len(nodes)
+        self._restored.update(node.digest for node in nodes)
         self._unconfirmed[number] = nodes
         order = TierOrder("place", number, blocks=tuple(placed), first=first - fetch.first)
         self._orders.append(order)
@@ -479,7 +491,26 @@ def _parent(keys: ChainKeys, place: int) -> bytes:
     return keys.digests[place - 1] if place else keys.root.digest
 
 
+def stored_prefixes(prerequisites: Iterable[object]) -> StoredPrefixes | None:
+    """Return those of a scheduler; None where nothing is stored."""
+    return next((each for each in prerequisites if isinstance(each, StoredPrefixes)), None)
+
+
+def origin_of(
+    prerequisites: Iterable[object], manager: KVCacheManager, block: int
+) -> tuple[str, bool, bool]:
+    """Return where what a block has cached came from ("computed", "restored"; empty where it has
+    nothing), whether a tier has it too, and whether it is evicted last."""
+    node = manager.index.node_of(block)
+    if node is None:
+        return "", False, False
+    tiers = stored_prefixes(prerequisites)
+    is_restored = tiers is not None and tiers.is_restored(node.digest)
+    is_stored = tiers is not None and tiers.is_stored(node.digest)
+    return "restored" if is_restored else "computed", is_stored, manager.pool.is_kept(block)
+
+
 def stored_stats(prerequisites: Iterable[object]) -> TierStats:
     """Return what is counted, all zero where nothing is stored."""
-    found = (each.stats for each in prerequisites if isinstance(each, StoredPrefixes))
-    return next(found, TierStats())
+    found = stored_prefixes(prerequisites)
+    return TierStats() if found is None else found.stats

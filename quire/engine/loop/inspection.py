@@ -134,6 +134,13 @@ class Inspection:
     num_expert_misses: int = 0
     expert_bytes_read: int = 0
     expert_wait_s: float = 0.0
+    num_stored_kv_blocks: int = 0
+    """Places of sequences whose KV is kept in tiers below the pool, now; the next ones are
+    totals."""
+    num_restored_kv_blocks: int = 0
+    num_faulty_kv_blocks: int = 0
+    num_kept_kv_blocks: int = 0
+    """Blocks of the pool that are evicted last, now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +155,10 @@ class BlockContent:
     position: int
     """Of its first token in the sequence; -1 where no sequence names it."""
     is_cached: bool
+    origin: str = ""
+    """Where what it holds now came from: "computed" or "restored" (read from a tier); empty where
+    it is not cached now."""
+    is_stored: bool = False
+    """Whether a tier has it, too."""
+    is_kept: bool = False
+    """Whether it is evicted last."""

@@ -22,7 +22,9 @@ from quire.core.plan import ONE_SAMPLE, AppendedBlocks, BlockCopy, ReplacedBlock
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.experts import expert_use
 from quire.core.scheduler.flight import Flight
+from quire.core.scheduler.prompt_cache import prompt_cache
 from quire.core.scheduler.scheduler import Scheduler
+from quire.core.scheduler.tiers import origin_of, stored_stats
 from quire.engine.loop.inspection import (
     Base,
     BlockContent,
@@ -303,6 +305,8 @@ class StepRecorder:
         """Return the steps after `since`, if they are all here and `engine` is this one;
         else everything there is."""
         scheduler, manager = self._scheduler, self._scheduler.manager
+        stored = stored_stats(scheduler.admission.prerequisites)
+        cache = prompt_cache(scheduler.admission.prerequisites)
         follows = engine == self._engine and self._base.step <= since <= self.last_step
         base = None if follows else self._base_record()
         records = self._records(since if follows else -1)
@@ -329,6 +333,10 @@ class StepRecorder:
             num_evictions=manager.num_evictions,
             waste=stats.waste,
             **expert_use(scheduler.admission.prerequisites),
+            num_stored_kv_blocks=stored.num_stored_blocks,
+            num_restored_kv_blocks=stored.num_restored_blocks,
+            num_faulty_kv_blocks=stored.num_faulty_blocks,
+            num_kept_kv_blocks=0 if cache is None else cache.kept.num_blocks,
         )
 
     @property
@@ -360,7 +368,9 @@ class StepRecorder:
                 end = min(position + size, self._computed_at(sequence, step))
                 tokens = tuple(sequence.token_ids[position:end])
         names = tuple(state.sequences[row].name for row in owners)
-        return BlockContent(block, step, tokens, names, position, block in state.cached)
+        scheduler = self._scheduler
+        origin = origin_of(scheduler.admission.prerequisites, scheduler.manager, block)
+        return BlockContent(block, step, tokens, names, position, block in state.cached, *origin)
 
     def _first_positions(self) -> dict[Sequence, int]:
         """Return computed tokens of the base's sequences: from where they are next known,

@@ -22,7 +22,7 @@ from quire.engine.loop.cache import CachedTokens, CacheQuestion, Cleared
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"

@@ -192,6 +192,13 @@ function expertLine(inspection) {
   return ` ${((100 * hits) / asked).toFixed(1)} % of chosen experts were in memory; ${read} GiB read, steps waited ${inspection.expert_wait_s.toFixed(1)} s.`;
 }
 
+// Nothing where nothing is kept beyond the last use.
+function tierLine(inspection) {
+  const { num_stored_kv_blocks: stored, num_restored_kv_blocks: restored, num_faulty_kv_blocks: faulty, num_kept_kv_blocks: kept } = inspection;
+  const tiers = stored || restored ? ` Tiers below the pool: ${plural(stored, "place")} stored, ${restored.toLocaleString("en")} restored, ${faulty.toLocaleString("en")} faulty.` : "";
+  return tiers + (kept ? ` ${plural(kept, "block")} kept for a time.` : "");
+}
+
 function showTiles() {
   const series = numbers.series();
   const recent = numbers.recent();
@@ -257,7 +264,7 @@ function showTotals(inspection) {
   byId("totals").textContent =
     `Since the engine began: ${plural(inspection.last_step, "step")}, ${plural(inspection.num_preemptions, "preemption")}, ` +
     `${plural(inspection.num_copies, "block")} copied on write, ${inspection.num_merges.toLocaleString("en")} merged with identical ones, ` +
-    `${inspection.num_evictions.toLocaleString("en")} evicted.` + expertLine(inspection);
+    `${inspection.num_evictions.toLocaleString("en")} evicted.` + expertLine(inspection) + tierLine(inspection);
 }
 
 // -- one block -------------------------------------------------------------------------------------------------------
@@ -291,11 +298,17 @@ function showDetail(block) {
   head.append(number, ` · ${detailText(kind, owners, filled)}`);
   const text = byId("detail-text");
   const content = shownContent?.block === block && kind !== "free" ? shownContent : null;
+  if (content?.origin) head.append(originText(content));
   const pieces = content ? content.texts ?? content.token_ids.map((id) => ` ${id}`) : [];
   if (text.textContent !== pieces.join("") || text.childElementCount !== pieces.length) {
     text.replaceChildren(...pieces.map((piece) => token(piece)));
   }
   if (!canSeeTexts && kind !== "free") text.textContent = "Texts are shown to admin keys only.";
+}
+
+function originText({ origin, is_stored: isStored, is_kept: isKept }) {
+  const from = origin === "restored" ? "restored from a tier" : "computed here";
+  return ` · ${from}${isStored ? ", stored in a tier" : ""}${isKept ? ", kept for a time" : ""}`;
 }
 
 function detailText(kind, owners, filled) {
