@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
 # a request.
 DATA_PLANE = {
     "program", "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora",
-    "parallel", "worker", "executor", "tiers",
+    "parallel", "worker", "executor", "tiers", "transfer",
 }  # fmt: skip
 CORE_FOR_THE_DATA_PLANE = {
     "quire.core.plan",
@@ -108,6 +108,7 @@ CORE_FOR_THE_DATA_PLANE = {
     "quire.core.images",
     "quire.core.experts",
     "quire.core.tiers",
+    "quire.core.transfers",
 }
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
@@ -184,8 +185,8 @@ MAX_LINES = {
     "quire/bench": 4_000,
     "quire/cli": 4_200,
     "quire/common": 1_600,
-    "quire/config": 1_500,
-    "quire/core": 10_000,
+    "quire/config": 1_800,
+    "quire/core": 10_300,
     "quire/engine": 15_000,
     "quire/executor": 900,
     "quire/grammar": 2_000,
@@ -206,6 +207,7 @@ MAX_LINES = {
     "quire/spec": 900,
     "quire/text": 4_400,
     "quire/tiers": 950,
+    "quire/transfer": 1_400,
     "quire/utils": 100,
     "quire/weights": 2_900,
     "quire/worker": 2_500,

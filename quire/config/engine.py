@@ -16,6 +16,7 @@ from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.config.foreign import translate
 from quire.config.limits import POLICIES
 from quire.config.speculation import SpeculationConfig
+from quire.config.transfer import KVTransferConfig
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -237,6 +238,11 @@ class EngineConfig:
         "GiB of host memory that keep KV of which the pool has lost its blocks, as of preempted "
         "requests",
     )
+    kv_transfer_config: Mapping[str, Any] | None = _option(
+        None,
+        "compute prompts for other engines, or have others compute them: "
+        '{"kv_connector": "TcpConnector", "kv_role": "kv_producer"}, and more keys of vLLM\'s',
+    )
     when_asleep: str = _option(
         "wait",
         "what becomes of requests that arrive while the engine sleeps: they wait until it wakes, "
@@ -448,6 +454,12 @@ class EngineConfig:
         given = self.speculative_config
         return None if given is None else SpeculationConfig.from_mapping(given)
 
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """`kv_transfer_config`, judged; None where nothing is transferred."""
+        given = self.kv_transfer_config
+        return None if given is None else KVTransferConfig.from_mapping(given)
+
     def _check_available(self) -> None:
         if self.speculation is not None and not self.batch_invariant:
             raise ConfigError(
@@ -455,6 +467,11 @@ class EngineConfig:
                 "answer; leave one of them out"
             )
         self._check_adapters()
+        if self.kv_transfer is not None and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"kv_transfer_config is one engine's, and data_parallel_size="
+                f"{self.data_parallel_size} are several; start as many servers, each with a kv_port"
+            )
         if self.expert_memory is not None and self.weights_cache is None:
             raise ConfigError(
                 f"expert_memory={self.expert_memory!r} needs weights_cache, too: the folder for "

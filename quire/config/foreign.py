@@ -157,7 +157,6 @@ _TABLE: tuple[ForeignOption, ...] = (
     *_absent(
         "leave it out",
         {},
-        kv_transfer_config=None,
         kv_events_config=None,
         ec_transfer_config=None,
         weight_transfer_config=None,

@@ -16,6 +16,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.prefix import Namespace
 from quire.core.plan import RowSampling
 from quire.core.pooling import Pool, WeighTokens
+from quire.core.transfers import KVTransfer
 from quire.errors import InvalidParameterError, PromptTooLongError
 
 
@@ -73,6 +74,8 @@ class RequestSpec:
     reads_cache: bool = True
     keep_s: float = 0.0
     """How long cached blocks of the prompt are evicted after others, once it has ended."""
+    transfer: KVTransfer | None = None
+    """What of its prompt's keys and values comes from another engine, or goes to one."""
     arrival_s: float = 0.0
     """When it arrived, on the machine's monotonic clock."""
 

@@ -467,7 +467,7 @@ Call = Callable[[LLM], object]
         (lambda llm: LLM(MODEL, enable_sleep_mode=True), "enable_sleep_mode=True is not available"),
         (
             lambda llm: LLM(MODEL, kv_transfer_config={"kv_role": "x"}),
-            "kv_transfer_config={'kv_role': 'x'} is not",
+            "kv_connector=None is not available",
         ),
         (
             lambda llm: LLM(MODEL, logits_processors=[object]),

@@ -16,6 +16,7 @@ from quire.core.params import SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkingBudget, ThinkTagTokens
 from quire.core.pooling import Pool, WeighTokens
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
+from quire.core.transfers import KVTransfer, RemotePrefix
 from quire.engine.front.digest import Digest
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.loop.step_loop import StepLoop
@@ -49,6 +50,7 @@ OTHERS: dict[str, Any] = {
     "reads_cache": False,
     "pool": Pool(is_whole=True, dimensions=8, num_skipped=1),
     "weigh": WeighTokens((3, 7)),
+    "transfer": KVTransfer("lease", RemotePrefix("other", "10.0.0.1", 14579, "theirs")),
     "arrival_s": 12.5,
 }  # fmt: skip
 """For each field a value that is not its default."""
@@ -94,6 +96,7 @@ def test_a_field_is_named_where_it_is_declared_where_it_is_made_and_where_it_is_
         "engine/pooling/requests.py",
         "core/scheduler/resources.py",
         "core/scheduler/tiers.py",
+        "core/scheduler/transfers.py",
     }
 
 

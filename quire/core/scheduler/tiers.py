@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from quire.core.kvcache.manager import BlockTable, KVCacheManager, PrefixMatch
-from quire.core.kvcache.prefix import NO_BLOCK, ChainKeys, PrefixNode
+from quire.core.kvcache.manager import KVCacheManager
+from quire.core.kvcache.prefix import ChainKeys, PrefixNode
 from quire.core.plan import Record
 from quire.core.request import Sequence
+from quire.core.scheduler.placing import forget, place_blocks
 from quire.core.scheduler.prerequisites import Settled
 from quire.core.scheduler.resources import KVBlocks
 from quire.core.step_cost import StepCostModel
@@ -147,8 +148,6 @@ class StoredPrefixes:
         doubt, and the next start must not find it then."""
         self._num_orders = 0
         self._is_off, self._is_listed = stats.is_off, False
-        self._is_placing = False
-        """Whether blocks are being published that no plan has written yet."""
         self._begun_s: float | None = None
         self._begin()
 
@@ -166,7 +165,7 @@ class StoredPrefixes:
     def published(self, node: PrefixNode) -> None:
         """Offer it, unless it is there."""
         digest = node.digest
-        if self._is_off or self._is_placing or digest in self._known or digest in self._offered:
+        if self._is_off or digest in self._known or digest in self._offered:
             return
         assert node.parent is not None
         key = StoredKey(digest, node.parent.digest, node.tokens)
@@ -341,11 +340,7 @@ class StoredPrefixes:
         return [Settled(ready)] if ready else []
 
     def lose_flights(self) -> None:
-        index = self._blocks.manager.index
-        for node in chain(*self._unconfirmed.values()):
-            for block in node.blocks:
-                if block != NO_BLOCK and index.node_of(block) is node:
-                    index.remove(block)
+        forget(self._blocks.manager.index, list(chain(*self._unconfirmed.values())))
         waiting = self.parked()
         self._begin()
         self._unlisted = waiting
@@ -440,51 +435,17 @@ class StoredPrefixes:
                 ready += self._freed(fetch)
         return ready
 
-    # -- placing
-    # ----------------------------------------------------------------------------------------------
-
     def _place(self, number: int, fetch: _Fetch, count: int) -> None:
-        """Put what was read into the pool: a table that has the blocks before it grows by what was
-        read, is published as if that were computed, and released."""
-        manager, keys = self._blocks.manager, fetch.keys
-        end = fetch.first + count
-        content_ids = list(chain(*keys.tokens[:end]))
-        match = manager.match(keys, content_ids, len(content_ids))
-        first = len(match.nodes)
-        placed, nodes = list[tuple[int, ...]](), list[PrefixNode]()
-        if fetch.first <= first < end:
-            table = manager.new_table(keys.root.namespace)
-            manager.adopt(table, PrefixMatch(match.nodes, None, first * keys.block_size))
-            self._is_placing = True
-            placed = self._grow(table, keys, content_ids, nodes)
-            self._is_placing = False
-            manager.release(table, content_ids, table.num_filled)
-        if not placed:
+        """Put what was read into the pool."""
+        placed = place_blocks(self._blocks, fetch.keys, fetch.first, fetch.first + count)
+        if not placed.blocks:
             self._orders.append(TierOrder("cancel", number))
             return
-        self.stats.num_restored_blocks += len(nodes)
-        self._restored.update(node.digest for node in nodes)
-        self._unconfirmed[number] = nodes
-        order = TierOrder("place", number, blocks=tuple(placed), first=first - fetch.first)
-        self._orders.append(order)
-
-    def _grow(
-        self, table: BlockTable, keys: ChainKeys, content_ids: list[int], nodes: list[PrefixNode]
-    ) -> list[tuple[int, ...]]:
-        """Extend a table, as far as there are blocks, up to the end of `content_ids`; return the
-        blocks of each new place, and add its node to `nodes`."""
-        manager, size = self._blocks.manager, keys.block_size
-        placed: list[tuple[int, ...]] = []
-        for start in range(table.num_filled, len(content_ids), size):
-            if manager.num_needed(table, start, start + size) > self._blocks.num_available:
-                break
-            placed.append(manager.extend(table, start, start + size).appended)
-            manager.publish(table, keys, content_ids, start + size)
-            if table.chain is None:  # the digest is taken by other content
-                break
-            nodes.append(table.chain)
-            manager.give_back(table, start + size)
-        return placed
+        self.stats.num_restored_blocks += len(placed.nodes)
+        self._restored.update(node.digest for node in placed.nodes)
+        self._unconfirmed[number] = placed.nodes
+        first = placed.first - fetch.first
+        self._orders.append(TierOrder("place", number, blocks=tuple(placed.blocks), first=first))
 
 
 def _parent(keys: ChainKeys, place: int) -> bytes:

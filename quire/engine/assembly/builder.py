@@ -35,6 +35,7 @@ from quire.engine.assembly.preparation import PreparedModel, prepare_model, read
 from quire.engine.assembly.residence import Held, residence_of
 from quire.engine.assembly.threads import set_num_threads
 from quire.engine.assembly.tiers import digest_key, prerequisite_of, stored_blocks
+from quire.engine.assembly.transfers import transferred_blocks, transfers_prerequisite
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
@@ -79,8 +80,8 @@ def prerequisites_of(
     if plan.experts is not None:
         found.append(CountedExperts)
     stored = prerequisite_of(plan, None if pace is None else pace.model)
-    if stored is not None:
-        found.append(stored)
+    transferred = transfers_prerequisite(plan)
+    found += [each for each in (transferred, stored) if each is not None]
     return tuple(found)
 
 
@@ -265,7 +266,12 @@ def _build_worker(
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
     drafts = load_drafts(planned, model, sampler, rows)
     stored = stored_blocks(planned, memory, states)
-    halves = (matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, stored)
+    transferred = transferred_blocks(planned, memory, states)
+    # What is placed is written before it may be read to be stored.
+    halves = (
+        matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, transferred,
+        stored,
+    )  # fmt: skip
     companions: list[Companion] = [each for each in halves if each is not None]
     worker = Worker(model, memory, rows, outlets, companions=companions, residence=residence)
     if selection.kernels.device.type == "cuda":

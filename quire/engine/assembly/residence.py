@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,7 +53,7 @@ def residence_of(planned: PlannedModel, held: Held) -> Residence:
         held.memory,
         None if cache is None else Path(cache).expanduser(),
         plan.num_threads,
-        load=(lambda source: _load_from(source, planned, held)) if is_decoder_alone else None,
+        load=partial(_load_from, planned=planned, held=held) if is_decoder_alone else None,
         is_populated=plan.is_kv_populated,
     )
 
@@ -74,6 +75,11 @@ def _refusal(planned: PlannedModel) -> str | None:
 
 def _load_from(source: Source, planned: PlannedModel, held: Held) -> Loaded:
     """Load other weights of the model. Raises a QuireError."""
+    if planned.plan.transfers is not None:
+        raise NotAvailableError(
+            "update_weights is not available with kv_transfer_config yet: the other engines would "
+            "go on with keys and values of the former weights; start the engines anew"
+        )
     if not isinstance(source, str):
         if not isinstance(source, Mapping):
             raise ConfigError(

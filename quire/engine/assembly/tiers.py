@@ -130,31 +130,40 @@ def _open(planned: PlannedModel, states: States) -> DiskStore:
     plan = planned.plan
     assert plan.tiers is not None and plan.tiers.folder is not None
     folder = Path(plan.tiers.folder).expanduser()
-    decisive = json.dumps(_decisive(plan, planned.files, folder), sort_keys=True, default=str)
+    layout = plan.kv_layout
+    own = [
+        hashlib.blake2b(_secret(folder)).hexdigest(),
+        plan.limits.block_size,
+        [layout.windows, layout.group_of, layout.place_of],
+    ]
+    digest = identity_digest([*deciding_facts(plan, planned.files, folder), own])
     check_unchanged(states)
-    digest = hashlib.blake2b(decisive.encode(), digest_size=32).digest()
     identity = CacheIdentity(digest, plan.limits.block_size, plan.tiers.payload_bytes)
     return DiskStore(folder, identity, plan.tiers.disk_bytes)
 
 
-def _decisive(plan: EnginePlan, files: ModelFiles, folder: Path) -> list[Any]:
-    """Everything that decides the bits of keys and values, besides what digests of blocks cover."""
+def identity_digest(facts: list[Any]) -> bytes:
+    """Return 32 bytes that stand for all facts."""
+    encoded = json.dumps(facts, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(encoded, digest_size=32).digest()
+
+
+def deciding_facts(plan: EnginePlan, files: ModelFiles, folder: Path | None) -> list[Any]:
+    """Return everything that decides the bits of keys and values, besides what digests of blocks
+    cover. Digests of weights are remembered in `folder`; without one, all weights are read."""
     import torch
 
     ropes = [attention.rope for attention in plan.spec.attentions if attention.rope is not None]
     is_scaled = any(isinstance(rope.scaling, DynamicScaling | LongScaling) for rope in ropes)
     layers = [tuple(layer) for layer in plan.spec.kv_layers]
-    layout = plan.kv_layout
     return [
         *numerics(plan, files),
-        hashlib.blake2b(_secret(folder)).hexdigest(),
         torch.__version__,
         source_digest(_PACKAGE),
         _native_digest(),
         _weights_digest(files, folder),
         plan.limits.max_model_len if is_scaled else None,
-        plan.limits.block_size,
-        [layers, layout.windows, layout.group_of, layout.place_of],
+        layers,
     ]
 
 
@@ -167,10 +176,10 @@ def _native_digest() -> str:
     return _digest_of(Path(_native.__file__))
 
 
-def _weights_digest(files: ModelFiles, folder: Path) -> list[str]:
+def _weights_digest(files: ModelFiles, folder: Path | None) -> list[str]:
     """Return digests of all bytes of the weights. Those of files that are as they were are not read
     again."""
-    known = _read_digests(folder / _DIGESTS)
+    known = {} if folder is None else _read_digests(folder / _DIGESTS)
     found: dict[str, list[Any]] = {}
     for path in weight_files(files):
         status = path.stat()
@@ -180,7 +189,8 @@ def _weights_digest(files: ModelFiles, folder: Path) -> list[str]:
         if not isinstance(record, list) or record[:-1] != state:
             record = [*state, _digest_of(path)]
         found[name] = record
-    if any(known.get(name) != record for name, record in found.items()):
+    is_new = any(known.get(name) != record for name, record in found.items())
+    if folder is not None and is_new:
         _write_digests(folder, {**known, **found})
     return [str(record[-1]) for record in found.values()]
 

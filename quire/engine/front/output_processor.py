@@ -72,6 +72,7 @@ class RequestState:
         self.params = params
         self.stop_strings = asked.digest.stop_strings
         self.prompt = asked.prompt
+        self.transfer_params = asked.transfer_params
         self.prompt_token_ids = list(request.prompt_token_ids)
         """One list for all outputs: a stream's cost per token must not grow with its prompt."""
         self.sequences: dict[int, _SequenceState] = {}
@@ -231,6 +232,9 @@ class OutputProcessor:
             num_vectors=_num_vectors(request),
             metrics=request.metrics,
             error=request.error,
+            kv_transfer_params=state.transfer_params
+            if request.is_finished and request.error is None
+            else None,
         )
 
     def _completion(

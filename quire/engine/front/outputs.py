@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from quire.core.request import FIRST_VERSION, RequestMetrics
 from quire.lora.request import LoRARequest
@@ -113,6 +113,8 @@ class RequestOutput:
     """How many they are."""
     lora_request: LoRARequest | None = None
     """What it was answered with besides the model."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Of a finished request with `do_remote_decode`: what the engine that goes on with it needs."""
 
     def name_adapter(self, request: LoRARequest | None) -> None:
         """Say what it was answered with besides the model, of its sequences too."""

@@ -22,6 +22,7 @@ from quire.core.plan import ThinkingBudget
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.front.digest import Digest, Digester
 from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.transfers import read_transfer, transfer_params
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import InvalidParameterError
 from quire.text.reasoning import ReasoningFormat, is_thinking
@@ -39,6 +40,8 @@ class PreparedRequest(NamedTuple):
     digest: Digest
     prompt: str | None
     """The prompt's text, where it is known; only handed back."""
+    transfer_params: dict[str, Any] | None = None
+    """What its answer says of where its prompt's keys and values are, if it is to."""
 
     @property
     def params(self) -> SamplingParams:
@@ -91,6 +94,7 @@ class RequestBuilder:
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
         self._check_places(prompt)
         content, start = _content(prompt, adapter)
+        transfer = read_transfer(params, self._plan)
         spec = replace(
             digest.spec,
             request_id=request_id,
@@ -107,12 +111,14 @@ class RequestBuilder:
             ),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
             namespace=_namespace(prompt, adapter),
+            transfer=transfer,
             arrival_s=self._clock(),
             **standing,
         )
         spec = fit(spec, self._plan.limits)
         self._check_vectors(spec)
-        return PreparedRequest(spec, digest, prompt.text)
+        given_back = transfer_params(transfer, self._plan, len(prompt.token_ids))
+        return PreparedRequest(spec, digest, prompt.text, given_back)
 
     def _check_vectors(self, spec: RequestSpec) -> None:
         """Refuse a text whose tokens' vectors no message could carry."""

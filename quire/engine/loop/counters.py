@@ -10,6 +10,7 @@ import msgspec
 from quire.core.scheduler.experts import expert_use
 from quire.core.scheduler.scheduler import Scheduler
 from quire.core.scheduler.tiers import stored_stats
+from quire.core.scheduler.transfers import transfer_stats
 
 
 class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,17 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_bytes_read: int = 0
     is_kv_storing_off: bool = False
     """Whether a disk has failed, so that nothing is kept any more."""
+    num_staged_prompts: int = 0
+    """Prompts that were kept for other engines."""
+    num_staged_kv_bytes: int = 0
+    """Kept for them now."""
+    num_pulled_prompts: int = 0
+    """Prompts whose keys and values came from another engine; the next is their bytes."""
+    num_pulled_kv_bytes: int = 0
+    num_failed_kv_transfers: int = 0
+    """That came to nothing, so that prompts were computed."""
+    num_late_kv_transfers: int = 0
+    """Of these, given up because they took too long."""
     target_step_s: float = 0.0
     """How long a step should take; 0 where it may take any time."""
 
@@ -82,6 +94,7 @@ def count(scheduler: Scheduler) -> EngineCounters:
     they may then be of two neighbouring steps."""
     stats, manager, pace = scheduler.stats, scheduler.manager, scheduler.pace
     stored = stored_stats(scheduler.admission.prerequisites)
+    moved = transfer_stats(scheduler.admission.prerequisites)
     return EngineCounters(
         num_running=len(scheduler.running),
         num_waiting=scheduler.num_waiting,
@@ -112,5 +125,11 @@ def count(scheduler: Scheduler) -> EngineCounters:
         num_kv_bytes_written=stored.num_bytes_written,
         num_kv_bytes_read=stored.num_bytes_read,
         is_kv_storing_off=stored.is_off,
+        num_staged_prompts=moved.num_staged,
+        num_staged_kv_bytes=moved.num_staged_bytes,
+        num_pulled_prompts=moved.num_pulled,
+        num_pulled_kv_bytes=moved.num_pulled_bytes,
+        num_failed_kv_transfers=moved.num_failed,
+        num_late_kv_transfers=moved.num_late,
         target_step_s=pace.target_s if pace is not None and pace.is_bounding else 0.0,
     )

@@ -74,6 +74,7 @@ class SharedEngine:
         """Run one step and give its outputs to their sessions. The engine must be held."""
         try:
             outputs = self._engine.step()
+            self._engine.settle()
         except (
             BaseException
         ):  # interrupted: the requests of all sessions are lost, and the others must hear of it

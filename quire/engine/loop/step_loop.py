@@ -162,6 +162,12 @@ class StepLoop:
             log_failure(logger, "the engine failed outside of the executor and starts over", error)
             return self.start_over(f"the engine failed on this step: {type(error).__name__}")
 
+    def settle(self) -> None:
+        """Where no request is left, carry out what the last ones have ordered: of those who call
+        only as long as there are requests."""
+        if not self.has_work and not self.asleep and self.scheduler.admission.has_orders:
+            self.advance()
+
     def idle(self) -> bool:
         """Make use of a moment without requests, for some milliseconds; whether there may be more
         to do. Never raises for a bug or a broken executor.

@@ -17,6 +17,7 @@ from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.images import ImagePlan
 from quire.engine.plan.speculation import DraftPlan
 from quire.engine.plan.tiers import TierPlan
+from quire.engine.plan.transfers import TransferPlan
 from quire.models.declaration import DecoderSpec
 from quire.models.kv_layout import KVLayout
 from quire.models.pooling import PoolingSpec
@@ -94,6 +95,8 @@ class EnginePlan:
     """Which experts are in memory; None where all are, or there are none."""
     tiers: TierPlan | None
     """What is kept of the KV cache besides the pool; None where nothing is."""
+    transfers: TransferPlan | None
+    """Its part in transfers of keys and values; None where it has none."""
     decisions: tuple[Decision, ...]
 
     @property
@@ -114,6 +117,6 @@ class EnginePlan:
     @property
     def replica_bytes(self) -> int:
         """Memory at most: weights, KV cache, workspace, adapters, encoded images, a draft model."""
-        kept = (self.adapters, self.images, self.draft, self.tiers)
+        kept = (self.adapters, self.images, self.draft, self.tiers, self.transfers)
         others = sum(each.num_bytes for each in kept if each is not None)
         return self.weight_bytes + self.kv_bytes + self.workspace_bytes + others

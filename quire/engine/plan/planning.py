@@ -27,6 +27,7 @@ from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
 from quire.engine.plan.step_costs import estimate
 from quire.engine.plan.tiers import TierPlan, plan_tiers
+from quire.engine.plan.transfers import TransferPlan, plan_transfers
 from quire.errors import ConfigError
 from quire.models.declaration import DecoderSpec
 from quire.models.image_processing import ImageProcessing
@@ -126,10 +127,11 @@ class _Resolver:
         check_undivided(spec.vision, 0 if images is None else images.max_places, limits)
         kv.note_groups(layout, limits, block_bytes)
         tiers = self._tiers(len(layout.windows) * block_bytes)
+        transfers = self._transfers()
         draft = self._draft(layout, limits, dtype, kv_format)
         if draft is not None:
             block_bytes += draft.block_bytes
-        kept = (each for each in (adapters, images, draft, tiers) if each is not None)
+        kept = (each for each in (adapters, images, draft, tiers, transfers) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
         with suggesting(config, spec, self.formats, computing, dtype, fixed_bytes):
             limits, kv_bytes = kv.pool(limits, block_bytes, fixed_bytes)
@@ -164,6 +166,7 @@ class _Resolver:
             draft=draft,
             experts=experts,
             tiers=tiers,
+            transfers=transfers,
             decisions=tuple(self._notes.decisions),
         )
 
@@ -177,6 +180,12 @@ class _Resolver:
         if tiers is not None:
             self._notes.add("kv_tiers", tiers.sizes, tiers.reason)
         return tiers
+
+    def _transfers(self) -> TransferPlan | None:
+        transfers = plan_transfers(self.config, self.spec, self.gpu is None)
+        if transfers is not None:
+            self._notes.add("kv_transfer", transfers.config.kv_role, transfers.reason)
+        return transfers
 
     def _draft(
         self, layout: KVLayout, limits: SchedulerLimits, dtype: str, kv_format: str

@@ -190,6 +190,9 @@ class ReplicatedEngine(Engine):
         """Return nothing: an interrupted wait loses no request."""
         return []
 
+    def settle(self) -> None:
+        """Do nothing: the replicas have moments of their own."""
+
     def idle(self) -> bool:
         """See `Executor.idle`: there is nothing to do here."""
         return False

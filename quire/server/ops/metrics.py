@@ -29,6 +29,7 @@ from quire.core.params import SamplingParams
 from quire.engine.front.client import Client, EngineStatus
 from quire.engine.front.outputs import RequestOutput
 from quire.server.ops.replica_metrics import ReplicaMetrics
+from quire.server.ops.transfer_metrics import staged_bytes, transfer_counts
 from quire.server.quota.admission import AdmissionControl
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -395,6 +396,8 @@ class _Live(Collector):
         yield from self._requests(status)
         yield from self._blocks(status)
         yield from self._stored_kv(status)
+        yield self._gauge("kv_transfer_staged_bytes", *staged_bytes(status))
+        yield from (self._counter(*each) for each in transfer_counts(status))
         yield from self._steps(status)
         yield self._cache_config()
         yield from self._speculation(status)

@@ -295,6 +295,8 @@ def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict
         None if request.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
     )
     answer["prompt_token_ids"] = output.prompt_token_ids if request.return_token_ids else None
+    if output.kv_transfer_params is not None:
+        answer["kv_transfer_params"] = output.kv_transfer_params
     if request.timings:
         answer["timings"] = timings(
             output.metrics, prepare_s=prepared.prepare_s, num_output_tokens=usage.num_output_tokens

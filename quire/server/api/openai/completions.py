@@ -147,6 +147,11 @@ class Completions:
         call.ignore(ignored_hints(body), NO_EFFECT)
         most = api.config.max_prompts
         prompts = await off_loop(call.num_body_bytes, lambda: split_prompts(body.prompt, most))
+        if body.kv_transfer_params and len(prompts) > 1:
+            raise bad_request(
+                f"kv_transfer_params: they are one prompt's, and {len(prompts)} are given",
+                param="kv_transfer_params",
+            )
         check_sequences(
             api.config, len(prompts), len(prompts) * (body.best_of or body.n or 1), "prompt"
         )
@@ -342,6 +347,8 @@ def _answer(
         for completion in sorted(output.outputs, key=lambda each: each.index):
             choices.append(_choice(echo, completion, number * num_choices + completion.index))
     answer = {**prepared.envelope(), "choices": choices, "usage": usage}
+    if outputs[0].kv_transfer_params is not None:
+        answer["kv_transfer_params"] = outputs[0].kv_transfer_params
     if request.timings:
         counts = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]
         answer["timings"] = [prepared.timings(*each) for each in zip(outputs, counts, strict=True)]

@@ -59,7 +59,6 @@ UNAVAILABLE: Mapping[str, str] = {
     "chat_template": "a template is never taken from a request; the operator sets it",
     "prompt_embeds": "prompts of embeddings are not available",
     "mm_processor_kwargs": "it is the operator's: --mm-processor-kwargs",
-    "kv_transfer_params": "KV transfer is not available",
     "ec_transfer_params": "encoder transfer is not available",
     "vllm_xargs": "custom processors are not available",
     "watermarking": "watermarks are not available: no detector would know this server's",
@@ -154,7 +153,7 @@ class SamplingFields(CommonFields, kw_only=True):
     chat_template: Any = None
     prompt_embeds: Any = None
     mm_processor_kwargs: Any = None
-    kv_transfer_params: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: Any = None
     vllm_xargs: Any = None
     watermarking: Any = None
@@ -185,6 +184,11 @@ def check_fields(request: SamplingFields, *, exempt: frozenset[str] = frozenset(
             raise unavailable_feature(name, reason)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options: only with stream=true", param="stream_options")
+    if request.stream and (request.kv_transfer_params or {}).get("do_remote_decode"):
+        raise bad_request(
+            "kv_transfer_params: do_remote_decode is answered in one piece; leave stream out",
+            param="kv_transfer_params",
+        )
     check_common(request)
 
 
@@ -268,6 +272,8 @@ def sampling_params(
             values[name] = value
     if values.get("top_p") == 0:
         values["top_p"] = _MIN_TOP_P
+    if transfer := getattr(request, "kv_transfer_params", None):
+        values["extra_args"] = {"kv_transfer_params": transfer}
     if request.logit_bias:
         values["logit_bias"] = {int(key): bias for key, bias in request.logit_bias.items()}
     return SamplingParams(**{**values, **given})

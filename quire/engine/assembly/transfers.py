@@ -1,0 +1,75 @@
+"""Brings the transfers of an engine together: what two engines must agree in, how its blocks are
+laid out, and both halves of the feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.common.file_states import States, check_unchanged
+from quire.common.kv_formats import KV_FORMATS
+from quire.core.scheduler.prerequisites import Prerequisite
+from quire.core.scheduler.transfers import TransferredPrefixes, TransferStats
+from quire.engine.assembly.planned_model import PlannedModel
+from quire.engine.assembly.tiers import deciding_facts, identity_digest
+from quire.engine.plan.engine_plan import EnginePlan
+
+if TYPE_CHECKING:
+    from quire.transfer.companion import TransferredBlocks
+    from quire.transfer.layout import BlockLayout
+    from quire.worker.memory import KVMemory
+
+
+def transfers_prerequisite(plan: EnginePlan) -> Callable[[], Prerequisite] | None:
+    """Return what makes the control plane's half; None where nothing is transferred."""
+    if plan.transfers is None:
+        return None
+    config = plan.transfers.config
+    timeout_s = config.kv_connector_extra_config.pull_timeout_s
+    fails = config.kv_load_failure_policy == "fail"
+    return partial(TransferredPrefixes, TransferStats(), timeout_s, fails=fails)
+
+
+def transferred_blocks(
+    planned: PlannedModel, memory: KVMemory, states: States
+) -> TransferredBlocks | None:
+    """Make the worker's half, which begins to listen. `states` are those that the model's files had
+    before they were loaded. Raises ConfigError."""
+    if planned.plan.transfers is None:
+        return None
+    from quire.transfer.companion import TransferredBlocks
+
+    layout = block_layout(planned.plan)
+    identity = partial(_identity, planned, states)
+    return TransferredBlocks(planned.plan.transfers.config, memory, layout, identity)
+
+
+def block_layout(plan: EnginePlan) -> BlockLayout:
+    """Return how the whole model's blocks are laid out, in the order in which `KVMemory` has its
+    tensors."""
+    from quire.transfer.layout import BlockLayout, TensorShape
+
+    tensors: list[TensorShape] = []
+    at_place: dict[int, list[int]] = {}
+    layout = plan.kv_layout
+    for layer, place in zip(plan.spec.kv_layers, layout.place_of, strict=True):
+        if place not in at_place:
+            count = 1 if layer.is_latent else 2
+            row_bytes = KV_FORMATS[plan.kv_format].row_bytes(layer.head_dim)
+            at_place[place] = list(range(len(tensors), len(tensors) + count))
+            tensors += [TensorShape(layer.num_kv_heads, row_bytes)] * count
+    layer_tensors = [at_place[place] for place in layout.place_of]
+    return BlockLayout(plan.limits.block_size, tensors, layer_tensors, layout.group_of)
+
+
+def _identity(planned: PlannedModel, states: States) -> bytes:
+    """Reads all of the weights where they are not known. Raises OSError, and CheckpointError where
+    they are no longer those that were loaded."""
+    plan = planned.plan
+    given = None if plan.tiers is None else plan.tiers.folder
+    folder = None if given is None else Path(given).expanduser()
+    digest = identity_digest(["transfer", *deciding_facts(plan, planned.files, folder)])
+    check_unchanged(states)
+    return digest

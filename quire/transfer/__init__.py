@@ -1,0 +1,2 @@
+"""Keys and values on their way between engines: what producers keep, what consumers fetch, and the
+connectors between them."""
