@@ -199,7 +199,7 @@ MAX_LINES = {
     "quire/parallel": 900,
     "quire/program": 1_200,
     "quire/quant": 2_150,
-    "quire/router": 2_000,
+    "quire/router": 2_200,
     "quire/routing": 700,
     "quire/sampling": 1_300,
     "quire/server": 15_300,

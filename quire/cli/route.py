@@ -20,6 +20,7 @@ examples:
   quire route --backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
   quire route --backend dns+http://quire-replicas:8000 --policy prefix-aware --host 0.0.0.0 \\
     --api-keys-file keys.toml
+  quire route --prefill-backend http://10.0.0.1:8000 --backend http://10.0.0.2:8000
   curl localhost:8080/admin/backends
 
 /readyz answers 200 once a back end can be sent requests. SIGTERM finishes what is in flight and

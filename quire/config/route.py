@@ -27,6 +27,17 @@ class RouteConfig:
             "addresses of that name, which is resolved again and again"
         ),
     )
+    prefill_backend: tuple[str, ...] = _option(
+        (),
+        "URL of a server that computes prompts for the others (repeatable), which fetch the keys "
+        "and values from it: kv_transfer_config with kv_producer here, kv_consumer there",
+    )
+    prefill_min_bytes: int = _option(
+        512, "bodies of fewer bytes are not sent to --prefill-backend: their prompts cost little"
+    )
+    prefill_timeout_s: float = _option(
+        120.0, "longest silence of a prefill back end, after which the others compute the prompt"
+    )
     host: str = _option(
         "127.0.0.1", "address to listen on; 0.0.0.0 for every network this machine is on"
     )

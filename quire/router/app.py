@@ -47,6 +47,7 @@ class RouterApp:
         self._forwarder = Forwarder(
             config, self.fleet, self._admission, self._metrics, passes_keys=passes_keys
         )
+        self._metrics.watch_prefill(lambda: self._forwarder.prefill_outcomes)
         is_guarded = not keys.is_open or is_loopback(config.host)
         self._routes = RouterRoutes(
             self.fleet, self.prober, self._metrics, is_guarded=is_guarded, end=end
@@ -76,6 +77,7 @@ class RouterApp:
         yield
         await self._feeds.close()
         await self.prober.close()
+        self._forwarder.close()
         self.fleet.close()
 
 

@@ -24,6 +24,7 @@ from quire.router.asks import AskReader, Read
 from quire.router.fleet import Fleet, Trip
 from quire.router.metrics import RouterMetrics
 from quire.router.paths import PURE_PATHS, is_forwarded, is_lookup, route_label
+from quire.router.prefill import PrefillStage
 from quire.router.relay import Relay
 from quire.server.http.body import read_body
 from quire.server.http.call import call_in
@@ -92,8 +93,18 @@ class Forwarder:
         self._admission = admission
         self._metrics = metrics
         self._passes_keys = passes_keys
+        self._prefill = PrefillStage(config)
         self._reader = AskReader(config.chunk_bytes, config.session_header)
         self.is_draining = False
+
+    @property
+    def prefill_outcomes(self) -> dict[str, int]:
+        """Prompts that were sent to prefill back ends, by what came of it."""
+        return self._prefill.num_by_outcome
+
+    def close(self) -> None:
+        """Close the connections to prefill back ends."""
+        self._prefill.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ApiError, or ClientDisconnect."""
@@ -156,6 +167,7 @@ class Forwarder:
 
     async def _serve(self, asked: Asked, delivery: _Delivery, gone: asyncio.Task[None]) -> None:
         """Send it to one back end after the other, until one has answered."""
+        asked = asked._replace(request=await self._prefilled(asked.request, gone))
         tried: set[str] = set()
         refused: Relay | None = None
         failure: ApiError | None = None
@@ -182,6 +194,17 @@ class Forwarder:
         failure = failure or self._fleet.none_left()
         if not await delivery.fail(failure.message, failure.code or "backend_failed"):
             raise failure
+
+    async def _prefilled(self, request: HttpRequest, gone: asyncio.Task[None]) -> HttpRequest:
+        """Have its prompt computed elsewhere, where that is wished. Raises ClientDisconnect."""
+        task = asyncio.create_task(self._prefill.prepare(request))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _choose(self, asked: Asked, tried: set[str], gone: asyncio.Task[None]) -> Trip | None:
         """Wait for a back end, but only for the first: after that, those that are left are asked at

@@ -6,7 +6,7 @@ the fleet counts is read at each scrape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -60,6 +60,10 @@ class RouterMetrics:
         )
         self._registry.register(_Live(fleet, admission))
 
+    def watch_prefill(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
+        """Report prompts that were sent to prefill back ends, by what came of it."""
+        self._registry.register(_Prefill(outcomes))
+
     def exposition(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -77,6 +81,20 @@ class RouterMetrics:
     def first_byte(self, elapsed_s: float) -> None:
         """Note how long a back end took to begin its answer."""
         self._first_byte.observe(elapsed_s)
+
+
+class _Prefill(Collector):
+    def __init__(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
+        self._outcomes = outcomes
+
+    def collect(self) -> Iterable[Metric]:
+        """Return everything as of now."""
+        family = CounterMetricFamily(
+            f"{_PREFIX}_prefills", "Prompts sent to prefill back ends.", labels=("outcome",)
+        )
+        for outcome, count in self._outcomes().items():
+            family.add_metric((outcome,), count)
+        yield family
 
 
 class _Live(Collector):

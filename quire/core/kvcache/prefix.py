@@ -173,6 +173,8 @@ class PrefixIndex:
         reader.
         """
         self.watchers: list[IndexWatcher] = []
+        self.is_placing = False
+        """Whether what is published comes from elsewhere, and no plan has written it yet."""
 
     @property
     def num_full(self) -> int:

@@ -1,8 +1,8 @@
 """Blocks that come from elsewhere, put into the pool as if a sequence had computed them: a table
 that grows, is published and released.
 
-The caller orders that they be written, in the plan that is made next. What this makes is not
-offered to the index's watcher: no plan has written it yet.
+The caller orders that they be written, in the plan that is made next. Until then the index says
+that it is placing, so that no watcher has them read.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def place_blocks(
     table = manager.new_table(keys.root.namespace)
     manager.adopt(table, PrefixMatch(match.nodes, None, found * keys.block_size))
     index = manager.index
-    watcher, index.watcher = index.watcher, None
+    index.is_placing = True
     try:
         _grow(blocks, table, keys, content_ids, placed, starts or (0,) * manager.num_groups)
     finally:
-        index.watcher = watcher
+        index.is_placing = False
     manager.release(table, content_ids, table.num_filled)
     return placed
 

@@ -165,7 +165,8 @@ class StoredPrefixes:
     def published(self, node: PrefixNode) -> None:
         """Offer it, unless it is there."""
         digest = node.digest
-        if self._is_off or digest in self._known or digest in self._offered:
+        is_unwritten = self._blocks.manager.index.is_placing
+        if self._is_off or is_unwritten or digest in self._known or digest in self._offered:
             return
         assert node.parent is not None
         key = StoredKey(digest, node.parent.digest, node.tokens)
