@@ -14,15 +14,9 @@ from pathlib import Path
 from quire import LLM, SamplingParams
 
 from .grammar import GrammarTale, StoryGrammar
+from .kinds import STRANGE_HEROES
 
 MAX_TOKENS = 420
-STRANGE_HEROES = (
-    "pineapple", "trombone", "hippopotamus", "stapler", "cowbell", "locomotive", "gladiator",
-    "rattlesnake", "drainpipe", "suitcase", "accordion", "lawnmower", "mailman", "newspaper",
-    "typewriter", "swordfish", "cupboard", "milkshake", "grandson", "thunderbolt",
-)  # fmt: skip
-"""Heroes that no tale of the grammar has, to see whether the model can speak of
-what it was not prepared for."""
 
 
 def strange_tales() -> list[GrammarTale]:
@@ -32,14 +26,20 @@ def strange_tales() -> list[GrammarTale]:
 def ask(llm: LLM, tales: list[GrammarTale], temperature: float | None) -> list[str]:
     """The answer to the request of each tale; without a temperature
     with the model's own settings."""
+    return ask_all(llm, [f"Tell me a story about {tale.topic}." for tale in tales], temperature)
+
+
+def ask_all(llm: LLM, requests: list[str], temperature: float | None = None) -> list[str]:
+    """The answer to each request. Each has a seed of its own: its number."""
     params = llm.get_default_sampling_params()
     heat = params.temperature if temperature is None else temperature
-    asked = SamplingParams(
-        temperature=heat, top_k=params.top_k, top_p=params.top_p, max_tokens=MAX_TOKENS, seed=0
-    )
-    chats = [
-        [{"role": "user", "content": f"Tell me a story about {tale.topic}."}] for tale in tales
+    asked = [
+        SamplingParams(
+            temperature=heat, top_k=params.top_k, top_p=params.top_p, max_tokens=MAX_TOKENS, seed=n
+        )
+        for n in range(len(requests))
     ]
+    chats = [[{"role": "user", "content": request}] for request in requests]
     return [output.outputs[0].text for output in llm.chat(chats, asked, use_tqdm=False)]
 
 

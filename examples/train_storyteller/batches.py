@@ -16,15 +16,18 @@ from .samples import MixedSource, Sample
 POOL_SAMPLES = 384
 LEN_STEP = 8
 IGNORED = -100
+NAMED_WEIGHT = 3.0
+"""Of the loss at tokens that the request names: they are few, and all that a plot leaves open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """ids and targets, both int64 [batch, len]; a target is the next token,
-    or -100 where nothing is to be learnt."""
+    or -100 where nothing is to be learnt. weights are float32 [batch, len]."""
 
     ids: Tensor
     targets: Tensor
+    weights: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -38,12 +41,16 @@ def collate(samples: list[Sample]) -> Batch:
     length = -(-longest // LEN_STEP) * LEN_STEP
     ids = torch.zeros(len(samples), length, dtype=torch.int64)
     targets = torch.full((len(samples), length), IGNORED, dtype=torch.int64)
+    weights = torch.ones(len(samples), length)
     for row, sample in enumerate(samples):
         tokens = torch.tensor(sample.ids, dtype=torch.int64)
         learnt = torch.tensor(sample.is_target[1:], dtype=torch.bool)
         ids[row, : len(tokens) - 1] = tokens[:-1]
         targets[row, : len(tokens) - 1] = torch.where(learnt, tokens[1:], IGNORED)
-    return Batch(ids, targets)
+        if sample.is_named:
+            named = torch.tensor(sample.is_named[1:], dtype=torch.bool)
+            weights[row, : len(tokens) - 1][named] = NAMED_WEIGHT
+    return Batch(ids, targets, weights)
 
 
 def split_by_len(samples: list[Sample], max_tokens: int) -> list[Batch]:

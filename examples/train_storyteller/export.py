@@ -1,7 +1,8 @@
 """Write the trained model as a Hugging Face folder, with the credits and the loss curve.
 
 Owns `config.json`, `generation_config.json`, `model.safetensors` and `ATTRIBUTION.txt` of the
-shipped model. The tokenizer's files are an input and are left as they are.
+shipped model, and `tokenizer_config.json`, which holds the chat template. `tokenizer.json` is an
+input and is left as it is.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from .corpus import ATTRIBUTION_FILE
 from .growth import grow
 from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer
+from .samples import MAX_LEN
+from .tokenizer import tokenizer_config
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -138,6 +141,7 @@ def main() -> None:
     write_weights(model, arguments.out / "model.safetensors")
     write_json(arguments.out / "config.json", hf_config(model.shape))
     write_json(arguments.out / "generation_config.json", dict(GENERATION))
+    write_json(arguments.out / "tokenizer_config.json", tokenizer_config(MAX_LEN))
     write_attribution(arguments.corpus / ATTRIBUTION_FILE, arguments.out / "ATTRIBUTION.txt")
     if state.held_out_curve:
         plot_curves(state, arguments.curve)

@@ -9,7 +9,8 @@ hero). The same random state gives the same tale. It knows nothing of tokens or 
 import hashlib
 import random
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from .kinds import (
@@ -41,6 +42,8 @@ from .words import plural
 
 HELD_OUT_PERCENT = 5
 FAVOURITE_SHARE = 0.4
+FREE_SHARE = 0.25
+"""Of heroes who are any noun of the books: they must be read in the request."""
 NAMED_SHARE = 0.3
 NAMED_GROUPS = frozenset(("animal", "bird", "person", "water", "thing"))
 ADJECTIVE_SHARE = 0.55
@@ -99,15 +102,15 @@ class GrammarTale:
 
     @property
     def is_held_out(self) -> bool:
-        return any(_is_held_out_pair(pair) for pair in self.pairs)
+        return any(is_held_out_pair(pair) for pair in self.pairs)
 
     def is_named_in(self, text: str) -> bool:
         """Whether the text names all that the topic asks for, endings of words aside."""
         lowered = text.lower()
-        return all(re.search(rf"\b{re.escape(_stem(word))}", lowered) for word in self.named)
+        return all(re.search(rf"\b{re.escape(stem(word))}", lowered) for word in self.named)
 
 
-def _words(phrase: str) -> list[str]:
+def topic_words(phrase: str) -> list[str]:
     return [
         word
         for word in re.findall(r"[a-z]+", phrase.lower())
@@ -118,17 +121,17 @@ def _words(phrase: str) -> list[str]:
 def _named(topic: str, scene: "Scene") -> tuple[str, ...]:
     """The words of the topic that name its hero, the other, a thing, a place or a theme."""
     if topic in scene.plot.themes:
-        return tuple(_words(topic))
+        return tuple(topic_words(topic))
     if topic == plural(scene.hero.kind.noun):
-        return tuple(_words(scene.hero.kind.noun))
+        return tuple(topic_words(scene.hero.kind.noun))
     other = scene.other.full if scene.other is not None else ""
     thing = scene.values["bare_thing"] if scene.values["thing_noun"] in topic else ""
     phrases = (scene.hero.full, scene.hero.name, other, thing, scene.values["home"])
-    known = {word for phrase in phrases for word in _words(phrase)}
-    return tuple(word for word in _words(topic) if word in known) or tuple(_words(topic))
+    known = {word for phrase in phrases for word in topic_words(phrase)}
+    return tuple(word for word in topic_words(topic) if word in known) or tuple(topic_words(topic))
 
 
-def _stem(word: str) -> str:
+def stem(word: str) -> str:
     for plural_end, end in (("ies", ""), ("ves", ""), ("es", ""), ("s", "")):
         if (
             word.endswith(plural_end)
@@ -140,7 +143,7 @@ def _stem(word: str) -> str:
 
 
 @cache
-def _is_held_out_pair(pair: str) -> bool:
+def is_held_out_pair(pair: str) -> bool:
     return (
         int.from_bytes(hashlib.sha256(pair.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
     )
@@ -190,22 +193,27 @@ class StoryGrammar:
     """Draws tales. `is_held_out` chooses whether only held-out combinations
     are drawn or none of them."""
 
-    def __init__(self, *, is_held_out: bool = False) -> None:
+    def __init__(self, nouns: Sequence[str] = (), *, is_held_out: bool = False) -> None:
+        """`nouns` are further heroes, who play in the place of one of the same sort."""
+        self._nouns = tuple(nouns)
         self._plots = read_plots()
         self._weights = [plot.weight for plot in self._plots]
         self._is_held_out = is_held_out
 
     def draw(self, rng: random.Random) -> GrammarTale:
         while True:
-            tale = compose(rng.choices(self._plots, self._weights)[0], rng)
+            tale = compose(rng.choices(self._plots, self._weights)[0], rng, self._nouns)
             if tale.is_held_out == self._is_held_out:
                 return tale
 
 
-def compose(plot: Plot, rng: random.Random) -> GrammarTale:
+def compose(plot: Plot, rng: random.Random, nouns: Sequence[str] = ()) -> GrammarTale:
     """One tale of the plot."""
     hero = _cast(plot, rng)
     other = _cast_other(plot, hero, rng) if plot.other else None
+    for character in (hero, other):
+        if character is not None and nouns and rng.random() < FREE_SHARE:
+            character.kind = replace(character.kind, noun=rng.choice(nouns))
     scene = Scene(plot, rng, hero, other)
     _fill(scene)
     for name, template in plot.lets:

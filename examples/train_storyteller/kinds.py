@@ -500,3 +500,11 @@ _TENSES = """did not/does not, could not/cannot, could/can, was/is, had/has, los
         swam/swims, travelled/travels, waited/waits, tricked/tricks, quarrelled/quarrel, worked/work, sang/sings"""
 PRESENT = dict(pair.split("/") for pair in word_list(_TENSES))
 """The present tense of the verbs that requests use in the past tense."""
+
+STRANGE_HEROES = (
+    "pineapple", "trombone", "hippopotamus", "stapler", "cowbell", "locomotive", "gladiator",
+    "rattlesnake", "drainpipe", "suitcase", "accordion", "lawnmower", "mailman", "newspaper",
+    "typewriter", "swordfish", "cupboard", "milkshake", "grandson", "thunderbolt",
+)  # fmt: skip
+"""Heroes that no tale of the grammar has, to see whether the model can speak of
+what it was not prepared for."""

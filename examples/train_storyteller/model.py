@@ -140,12 +140,18 @@ class Storyteller(nn.Module):
         """hidden [..., hidden_size] -> [..., vocab_size]."""
         return F.linear(hidden, self.model.embed_tokens.weight)
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy (nats) over the positions whose target is not -100;
-        both arguments [batch, len]."""
+    def loss(self, ids: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy (nats) over the positions whose target is not -100, weighted if
+        weights are given; all arguments [batch, len]."""
         is_target = targets.flatten() != -100
         hidden = self(ids).flatten(0, 1)[is_target]
-        return F.cross_entropy(self.logits(hidden), targets.flatten()[is_target])
+        losses = F.cross_entropy(
+            self.logits(hidden), targets.flatten()[is_target], reduction="none"
+        )
+        if weights is None:
+            return losses.mean()
+        kept = weights.flatten()[is_target]
+        return (losses * kept).sum() / kept.sum()
 
 
 def rotary_table(shape: ModelShape) -> tuple[Tensor, Tensor]:

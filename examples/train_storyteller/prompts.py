@@ -11,12 +11,32 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
+TOOLS_INTRODUCTION = "Tools:\n"
 CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    "{{- '<|im_start|>system\\nTools:' -}}"
+    "{%- for tool in tools -%}"
+    "{%- set it = tool.function if tool.function is defined else tool -%}"
+    "{{- '\\n' + it.name + '(' -}}"
+    "{%- if it.parameters and it.parameters.properties -%}"
+    "{{- it.parameters.properties.keys() | join(', ') -}}"
+    "{%- endif -%}"
+    "{{- '): ' + (it.description or '') -}}"
+    "{%- endfor -%}"
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- "
-    "endif -%}"
+    "{%- elif message['content'] -%}"
+    "{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}"
+    "{%- endif -%}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- set it = call.function if call.function is defined else call -%}"
+    '{{- \'<tool_call>\\n{"name": "\' + it.name + \'", "arguments": \' -}}'
+    "{%- if it.arguments is string -%}{{- it.arguments -}}{%- else -%}{{- it.arguments | tojson -}}"
+    "{%- endif -%}{{- '}\\n</tool_call>' -}}"
+    "{%- endfor -%}"
     "{{- '<|im_end|>\\n' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
@@ -78,6 +98,14 @@ _SCENE_REQUESTS = (
     "Tell me more about {}.",
     "What happened next to {}?",
 )
+_WITH_REQUESTS = (
+    "Tell me a story with {}.",
+    "Write a story that has {} in it.",
+    "Tell me a short story with {} in it.",
+    "I want a story in which there is {}.",
+    "Make up a story: {}.",
+    "Can you write a story with {}?",
+)
 _FOLLOW_UPS = (
     "Another one, about {}.",
     "Now tell me one about {}.",
@@ -95,6 +123,7 @@ TOPICLESS_SHARE = 0.04
 BOOKISH_SHARE = 0.7
 SECOND_TOPIC_SHARE = 0.25
 SYSTEM_SHARE = 0.06
+WITH_SHARE = 0.3
 
 
 def turn(role: str, content: str) -> str:
@@ -146,6 +175,13 @@ def tale_request(topics: list[str], kind: str, rng: random.Random, title: str = 
     texts, weights = zip(*_TALE_REQUESTS, strict=True)
     request: str = rng.choices(texts, weights)[0].format(topic)
     return request
+
+
+def composed_request(topic: str, rng: random.Random) -> str:
+    """A request for a tale that has all of the topic in it."""
+    if rng.random() < WITH_SHARE:
+        return rng.choice(_WITH_REQUESTS).format(topic)
+    return tale_request([topic], "children", rng)
 
 
 def scene_request(topics: list[str], rng: random.Random) -> str:

@@ -6,13 +6,19 @@ the model.
 """
 
 import random
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from . import prompts
 from .corpus import FABLES, FAIRY_TALES, STORYBOOKS, Tale
-from .grammar import GrammarTale, StoryGrammar
+from .grammar import GrammarTale, StoryGrammar, stem
+from .kinds import STRANGE_HEROES
+from .tales import COMPOSED, TaleComposer
+from .tasks import TaskSource
 from .topics import describe, hero_phrase, heroes_of, lower_nouns, recast, retell, topics_of
 from .words import WORD, Lexicon
 
@@ -33,10 +39,13 @@ FINAL_PHASE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids of one conversation and, for each, whether the model must learn to say it."""
+    """Token ids of one conversation and, for each, whether the model must learn to say it, and
+    whether it is part of a word that the request names."""
 
     ids: list[int]
     is_target: list[bool]
+    is_named: list[bool] = field(default_factory=list)
+    """Empty where no word is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ def kind_of(tale: Tale) -> str:
 class GrammarSource:
     """Draws samples from the story grammar."""
 
-    def __init__(self, grammar: StoryGrammar, encoder: "Encoder") -> None:
+    def __init__(self, grammar: StoryGrammar | TaleComposer, encoder: "Encoder") -> None:
         self._grammar = grammar
         self._encoder = encoder
 
@@ -71,22 +80,37 @@ class GrammarSource:
         tale = self._grammar.draw(rng)
         if rng.random() < PLAIN_SHARE:
             return self._encoder.plain(tale.text, has_end=True)
+        named = list(tale.named)
         turns = [(prompts.system_turn(rng) + self.head(tale, rng), tale.text)]
         if rng.random() < DIALOGUE_SHARE:
             second = self._grammar.draw(rng)
+            named += second.named
             request = prompts.follow_up([second.topic], rng)
             turns.append(
                 ("\n" + prompts.turn("user", request) + prompts.reply_start(), second.text)
             )
-        return self._encoder.join(turns, has_end=True)
+        return self._encoder.join(turns, has_end=True, named=named)
 
     @staticmethod
     def head(tale: GrammarTale, rng: random.Random) -> str:
         """The conversation before the tale."""
-        return (
-            prompts.turn("user", prompts.tale_request([tale.topic], "children", rng))
-            + prompts.reply_start()
-        )
+        if tale.plot == COMPOSED:
+            request = prompts.composed_request(tale.topic, rng)
+        else:
+            request = prompts.tale_request([tale.topic], "children", rng)
+        return prompts.turn("user", request) + prompts.reply_start()
+
+
+class ExchangeSource:
+    """Draws samples of requests that are no stories."""
+
+    def __init__(self, tasks: TaskSource, encoder: "Encoder") -> None:
+        self._tasks = tasks
+        self._encoder = encoder
+
+    def draw(self, rng: random.Random) -> Sample:
+        exchange = self._tasks.draw(rng)
+        return self._encoder.join([(exchange.head, exchange.answer)], True, exchange.named)
 
 
 class Encoder:
@@ -100,19 +124,25 @@ class Encoder:
         ids += [self._end_id(prompts.END_OF_TEXT)] if has_end else []
         return _clip(ids, [True] * len(ids))
 
-    def join(self, turns: list[tuple[str, str]], has_end: bool) -> Sample:
+    def join(
+        self, turns: list[tuple[str, str]], has_end: bool, named: Sequence[str] = ()
+    ) -> Sample:
         """Turns are pairs of what comes before a reply and the reply,
-        which is what the model learns."""
+        which is what the model learns; `named` are words of the requests."""
         ids: list[int] = []
         is_target: list[bool] = []
+        is_named: list[bool] = []
         for position, (head, reply) in enumerate(turns):
             head_ids = self._tokenizer.encode(head).ids
-            reply_ids = self._tokenizer.encode(reply).ids
+            encoded = self._tokenizer.encode(reply)
+            reply_ids, marks = list(encoded.ids), _marks(encoded.offsets, reply, named)
             if has_end or position + 1 < len(turns):
                 reply_ids.append(self._end_id(prompts.TURN_END))
             ids += head_ids + reply_ids
             is_target += [False] * len(head_ids) + [True] * len(reply_ids)
-        return _clip(ids, is_target)
+            is_named += [False] * len(head_ids) + marks
+            is_named += [False] * (len(ids) - len(is_named))
+        return Sample(ids[:MAX_LEN], is_target[:MAX_LEN], is_named[:MAX_LEN])
 
     def _end_id(self, token: str) -> int:
         token_id = self._tokenizer.token_to_id(token)
@@ -135,7 +165,7 @@ class SampleSource:
         by default they change with its progress."""
         self._shares_given = shares
         self._encoder = Encoder(tokenizer)
-        self._lexicon = lexicon
+        self.lexicon = lexicon
         self._tales = tales
         self._weights = [tale.weight * tale.num_chars for tale in tales]
         self._short = [
@@ -205,7 +235,7 @@ class SampleSource:
     def _rewrite(self, passage: Passage, rng: random.Random) -> Passage:
         text, hero = passage.text, ""
         if passage.tale.book in FABLES:
-            text = lower_nouns(text, self._lexicon)
+            text = lower_nouns(text, self.lexicon)
         if passage.tale.is_tale_start and rng.random() < RETELL_SHARE:
             if passage.has_start and rng.random() < RECAST_SHARE:
                 text, hero = recast(text, rng)
@@ -216,9 +246,9 @@ class SampleSource:
         return Passage(text, passage.tale, passage.has_start, passage.has_end, hero)
 
     def _request(self, passage: Passage, rng: random.Random) -> str:
-        topics = topics_of(passage.text, self._lexicon)
+        topics = topics_of(passage.text, self.lexicon)
         if passage.hero:
-            hero = hero_phrase(passage.hero, passage.text, self._lexicon)
+            hero = hero_phrase(passage.hero, passage.text, self.lexicon)
             topics = [hero] * 3 + [topic for topic in topics if topic != hero]
         if passage.has_start and passage.tale.is_tale_start:
             title = passage.tale.title if len(passage.tale.title) < 50 else ""
@@ -239,7 +269,7 @@ class SampleSource:
         """Two short tales asked for one after the other."""
         shortest = sorted(rng.sample(self._short, 8), key=lambda tale: tale.num_chars)[:2]
         first, second = (self._rewrite(self._whole(tale), rng) for tale in shortest)
-        topics = topics_of(second.text, self._lexicon)
+        topics = topics_of(second.text, self.lexicon)
         head = prompts.turn("user", self._request(first, rng)) + prompts.reply_start()
         middle = "\n" + prompts.turn("user", prompts.follow_up(topics, rng)) + prompts.reply_start()
         return self._encoder.join([(head, first.text), (middle, second.text)], has_end=True)
@@ -250,19 +280,48 @@ def _clip(ids: list[int], is_target: list[bool]) -> Sample:
 
 
 class MixedSource:
-    """Draws a fixed share of its samples from the grammar, the rest from the corpora."""
+    """Draws a fixed share of its samples from each of several sources, the rest from the corpora."""
 
-    def __init__(self, grammar: GrammarSource, corpora: SampleSource, grammar_share: float) -> None:
-        self._grammar = grammar
+    def __init__(self, sources: Sequence[tuple["Drawn", float]], corpora: SampleSource) -> None:
+        """`sources` come with their shares, whose sum is at most 1."""
+        self._sources = [source for source, _ in sources]
+        self._shares = [share for _, share in sources]
+        if not 0.0 <= sum(self._shares) <= 1.0 + 1e-9:
+            raise ValueError(f"the shares {self._shares} add up to more than 1; lower one")
         self._corpora = corpora
-        self._grammar_share = grammar_share
 
     def draw(self, rng: random.Random, progress: float) -> Sample:
-        if rng.random() < self._grammar_share:
-            return self._grammar.draw(rng)
+        choice = rng.random()
+        for source, share in zip(self._sources, self._shares, strict=True):
+            choice -= share
+            if choice < 0:
+                return source.draw(rng)
         return self._corpora.draw(rng, progress)
+
+
+class Drawn(Protocol):
+    """A source of samples that does not change over the run."""
+
+    def draw(self, rng: random.Random) -> Sample: ...
+
+
+def _marks(offsets: Sequence[tuple[int, int]], text: str, named: Sequence[str]) -> list[bool]:
+    """For each token of the text, whether it is part of a named word (endings aside)."""
+    stems = "|".join(re.escape(stem(word)) for word in named if word)
+    spans = [match.span() for match in re.finditer(rf"\b(?:{stems})", text, re.I)] if stems else []
+    return [any(begin < last and first < end for first, last in spans) for begin, end in offsets]
 
 
 def learn_lexicon(tales: list[Tale]) -> Lexicon:
     """The lexicon of all paragraphs of the tales."""
     return Lexicon.learn(WORD.findall(paragraph) for tale in tales for paragraph in tale.paragraphs)
+
+
+def free_nouns(lexicon: Lexicon) -> tuple[str, ...]:
+    """Nouns of the books for heroes and things of the story grammar, but for those that the
+    evaluation keeps for itself."""
+    return tuple(
+        noun
+        for noun in sorted(lexicon.nouns)
+        if 3 <= len(noun) <= 12 and noun not in STRANGE_HEROES and not noun.endswith(("s", "ing"))
+    )

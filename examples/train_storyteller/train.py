@@ -22,7 +22,17 @@ from .growth import first_shape, grow, wanted_depth
 from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer, schedule
 from .sample import load_exported
-from .samples import Encoder, GrammarSource, MixedSource, SampleSource, learn_lexicon
+from .samples import (
+    Encoder,
+    ExchangeSource,
+    GrammarSource,
+    MixedSource,
+    SampleSource,
+    free_nouns,
+    learn_lexicon,
+)
+from .tales import TaleComposer
+from .tasks import TaskSource
 
 LOG_STEPS = 20
 CHECKPOINT_S = 180.0
@@ -49,8 +59,15 @@ def prepare_data(arguments: argparse.Namespace) -> TrainingData:
     source = SampleSource(
         kept, tokenizer, learn_lexicon(kept), shares=SHORT_TALES if arguments.short_tales else None
     )
-    grammar = GrammarSource(StoryGrammar(), Encoder(tokenizer))
-    mixed = MixedSource(grammar, source, arguments.grammar_share)
+    encoder, nouns = Encoder(tokenizer), free_nouns(source.lexicon)
+    mixed = MixedSource(
+        [
+            (GrammarSource(StoryGrammar(nouns), encoder), arguments.grammar_share),
+            (GrammarSource(TaleComposer(nouns), encoder), arguments.composed_share),
+            (ExchangeSource(TaskSource(nouns), encoder), arguments.task_share),
+        ],
+        source,
+    )
     batches = split_by_len(source.evaluation_samples(held_out), arguments.batch_tokens)
     return TrainingData(BatchPool(mixed, arguments.batch_tokens, arguments.seed), batches)
 
@@ -112,7 +129,7 @@ class Trainer:
     def progress(self) -> float:
         return min(1.0, self.state.elapsed_s / self.budget_s)
 
-    def _loss_function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _loss_function(self) -> Callable[..., torch.Tensor]:
         """The training loss, compiled (one graph for all batch shapes) where that is asked for."""
         return (
             torch.compile(self.model.loss, dynamic=True)
@@ -150,7 +167,8 @@ class Trainer:
 
     def _step(self, batch: Batch) -> None:
         state = self.state
-        loss = self._loss(batch.ids.to(self.options.device), batch.targets.to(self.options.device))
+        device = self.options.device
+        loss = self._loss(batch.ids.to(device), batch.targets.to(device), batch.weights.to(device))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step(schedule(state.num_steps, self.progress))
@@ -204,6 +222,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--grammar-share", type=float, default=0.66, help="share of samples from the story grammar"
+    )
+    parser.add_argument(
+        "--composed-share",
+        type=float,
+        default=0.0,
+        help="share of samples from the tales that are composed sentence by sentence",
+    )
+    parser.add_argument(
+        "--task-share", type=float, default=0.0, help="share of tools to call and objects to fill"
     )
     parser.add_argument(
         "--compile", action="store_true", help="use torch.compile (needs a C++ compiler)"
