@@ -7,66 +7,56 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib import import_module
 
 from quire.errors import UnsupportedModelError
-from quire.models.bert import declare_bert, declare_distilbert, declare_mpnet, declare_roberta
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec
-from quire.models.deepseek_v2 import declare_deepseek_v2
-from quire.models.deepseek_v3 import declare_deepseek_v3
 from quire.models.dimensions import TOKEN_CLASSIFICATION, read_num_labels
-from quire.models.gemma2 import declare_gemma2
-from quire.models.gemma3 import declare_gemma3
-from quire.models.gemma3_vl import declare_gemma3_vl
-from quire.models.gpt2 import declare_gpt2
-from quire.models.gpt_oss import declare_gpt_oss
-from quire.models.llama import declare_llama
-from quire.models.llava import declare_llava, declare_llava_next
-from quire.models.mistral import declare_mistral
-from quire.models.mixtral import declare_mixtral
-from quire.models.modernbert import declare_modernbert
-from quire.models.nomic_bert import declare_nomic_bert
-from quire.models.olmo2 import declare_olmo2
-from quire.models.olmoe import declare_olmoe
-from quire.models.phi3 import declare_phi3
-from quire.models.qwen2 import declare_qwen2
-from quire.models.qwen2_moe import declare_qwen2_moe
-from quire.models.qwen2_vl import declare_qwen2_5_vl, declare_qwen2_vl
-from quire.models.qwen3 import declare_qwen3
-from quire.models.qwen3_moe import declare_qwen3_moe
-from quire.models.qwen3_vl import declare_qwen3_vl
-from quire.models.smollm3 import declare_smollm3
 from quire.models.tensors import linear
 
 Declare = Callable[[ConfigReader], DecoderSpec]
 
+
+def _family(module: str, function: str | None = None) -> Declare:
+    """Defer a family's import until a model of it is declared: all of them take 50 ms of every
+    process that loads one model."""
+
+    def declare_family(config: ConfigReader) -> DecoderSpec:
+        declare_it: Declare = getattr(import_module(name), function or f"declare_{module}")
+        return declare_it(config)
+
+    name = declare_family.__module__ = f"quire.models.{module}"
+    return declare_family
+
+
 DECODERS: dict[str, Declare] = {
-    "DeepseekV2": declare_deepseek_v2,
-    "DeepseekV3": declare_deepseek_v3,
-    "Gemma2": declare_gemma2,
-    "Gemma3": declare_gemma3,
-    "GptOss": declare_gpt_oss,
-    "Llama": declare_llama,
-    "Mistral": declare_mistral,
-    "Mixtral": declare_mixtral,
-    "Olmo2": declare_olmo2,
-    "Olmoe": declare_olmoe,
-    "Phi3": declare_phi3,
-    "Qwen2": declare_qwen2,
-    "Qwen2Moe": declare_qwen2_moe,
-    "Qwen3": declare_qwen3,
-    "Qwen3Moe": declare_qwen3_moe,
-    "SmolLM3": declare_smollm3,
+    "DeepseekV2": _family("deepseek_v2"),
+    "DeepseekV3": _family("deepseek_v3"),
+    "Gemma2": _family("gemma2"),
+    "Gemma3": _family("gemma3"),
+    "GptOss": _family("gpt_oss"),
+    "Llama": _family("llama"),
+    "Mistral": _family("mistral"),
+    "Mixtral": _family("mixtral"),
+    "Olmo2": _family("olmo2"),
+    "Olmoe": _family("olmoe"),
+    "Phi3": _family("phi3"),
+    "Qwen2": _family("qwen2"),
+    "Qwen2Moe": _family("qwen2_moe"),
+    "Qwen3": _family("qwen3"),
+    "Qwen3Moe": _family("qwen3_moe"),
+    "SmolLM3": _family("smollm3"),
 }
 """Families of decoders: each generates text, makes vectors without its head (`...Model`), and
 classifies with another one."""
 ENCODERS: dict[str, Declare] = {
-    "Bert": declare_bert,
-    "DistilBert": declare_distilbert,
-    "MPNet": declare_mpnet,
-    "ModernBert": declare_modernbert,
-    "Roberta": declare_roberta,
-    "XLMRoberta": declare_roberta,
+    "Bert": _family("bert"),
+    "DistilBert": _family("bert", "declare_distilbert"),
+    "MPNet": _family("bert", "declare_mpnet"),
+    "ModernBert": _family("modernbert"),
+    "Roberta": _family("bert", "declare_roberta"),
+    "XLMRoberta": _family("bert", "declare_roberta"),
 }
 """Families of encoders, which make vectors and classify."""
 
@@ -94,13 +84,13 @@ def _classifying(declare_family: Declare) -> Declare:
 
 ARCHITECTURES: dict[str, Declare] = {
     **{f"{name}ForCausalLM": each for name, each in DECODERS.items()},
-    "GPT2LMHeadModel": declare_gpt2,
-    "Gemma3ForConditionalGeneration": declare_gemma3_vl,
-    "LlavaForConditionalGeneration": declare_llava,
-    "LlavaNextForConditionalGeneration": declare_llava_next,
-    "Qwen2VLForConditionalGeneration": declare_qwen2_vl,
-    "Qwen2_5_VLForConditionalGeneration": declare_qwen2_5_vl,
-    "Qwen3VLForConditionalGeneration": declare_qwen3_vl,
+    "GPT2LMHeadModel": _family("gpt2"),
+    "Gemma3ForConditionalGeneration": _family("gemma3_vl"),
+    "LlavaForConditionalGeneration": _family("llava"),
+    "LlavaNextForConditionalGeneration": _family("llava", "declare_llava_next"),
+    "Qwen2VLForConditionalGeneration": _family("qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": _family("qwen2_vl", "declare_qwen2_5_vl"),
+    "Qwen3VLForConditionalGeneration": _family("qwen3_vl"),
 }
 """Models that generate text."""
 POOLING_ARCHITECTURES: dict[str, Declare] = {
@@ -117,8 +107,8 @@ POOLING_ARCHITECTURES: dict[str, Declare] = {
         )
     },
     **{f"{name}{TOKEN_CLASSIFICATION}": _classifying(each) for name, each in DECODERS.items()},
-    "Gemma3TextModel": _headless(declare_gemma3),
-    "NomicBertModel": declare_nomic_bert,
+    "Gemma3TextModel": _headless(_family("gemma3")),
+    "NomicBertModel": _family("nomic_bert"),
 }
 """Models that only make vectors of texts, or classes."""
 
