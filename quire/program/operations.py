@@ -5,14 +5,17 @@ A value is an activation [rows, width] in the compute dtype. Each is written onc
 that has its number among `outputs`, and its rows are the step's tokens, or, from a `Select` on,
 those whose hidden states are wanted. Weights, tables of RoPE and caches are numbers too: what they
 stand for is `quire.kernels.interface.Weights`, and the caches of the step. So a program is plain
-data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV`,
-`WriteLatent` and `Attend` touch anything but their values.
+data that knows no tensor and no back end (an operation is one of msgspec's structs, whose classes
+take a thirtieth of a dataclass's time to import). Operations run in the order of the list; only
+`WriteKV`, `WriteLatent` and `Attend` touch anything but their values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import msgspec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
 """A function of one number; `gelu_sigmoid` is `x * sigmoid(1.702 x)` (CLIP)."""
@@ -44,54 +47,46 @@ def _place(name: str, names: tuple[str, ...]) -> int:
     return names.index(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """Computes values from values."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Embed(Operation):
+class Embed(Operation, frozen=True):
     """Gathers the rows of a table that the token ids, or the positions, name."""
 
     table: int
     of: Literal["token_ids", "positions"]
 
 
-@dataclass(frozen=True, slots=True)
-class Place(Operation):
+class Place(Operation, frozen=True):
     """Replaces rows by the first columns of those that the step brings for them from outside, if it
     brings any."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddPlaced(Operation):
+class AddPlaced(Operation, frozen=True):
     """Adds to rows some columns of those that the step brings for them from outside."""
 
     first_column: int
 
 
-@dataclass(frozen=True, slots=True)
-class Take(Operation):
+class Take(Operation, frozen=True):
     """The rows that the step brings from outside; zeros for tokens that it brings none for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Join(Operation):
+class Join(Operation, frozen=True):
     """The columns of the first input, then those of the second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale(Operation):
+class Scale(Operation, frozen=True):
     """Multiplies by a number, which is rounded to the compute dtype first."""
 
     factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Add(Operation):
+class Add(Operation, frozen=True):
     """Adds two values; in the residual stream the first one is the stream."""
 
 
@@ -107,23 +102,20 @@ class NormWeights:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Norm(Operation):
+class Norm(Operation, frozen=True):
     """Normalises each row."""
 
     norm: NormWeights
 
 
-@dataclass(frozen=True, slots=True)
-class AddNorm(Operation):
+class AddNorm(Operation, frozen=True):
     """`(x, residual)` to `(norm(x + residual), x + residual)`,
     the sum rounded before it is normalised."""
 
     norm: NormWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Linear(Operation):
+class Linear(Operation, frozen=True):
     """`x @ weight.T + bias`, or some neighbouring columns of it."""
 
     weight: int
@@ -132,8 +124,7 @@ class Linear(Operation):
     """Rows that use an adapter get what it adds to these outputs, once they are rounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatedLinear(Operation):
+class GatedLinear(Operation, frozen=True):
     """`activation(x @ gate.T) * (x @ up.T)`; the weight has the gate's
     outputs before the other ones."""
 
@@ -182,8 +173,7 @@ class Routing:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Experts(Operation):
+class Experts(Operation, frozen=True):
     """The sum of what the chosen experts make of each row, in the order of the choices.
 
     `router` gives the logits. An expert is a gated MLP; in the weights `up`, which has each one's
@@ -205,13 +195,11 @@ class Experts(Operation):
     """Of each expert's activation, those that this rank computes; None: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class GateRows(Operation):
+class GateRows(Operation, frozen=True):
     """Multiplies each row of the first input by the sigmoid of the second one's only column."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activate(Operation):
+class Activate(Operation, frozen=True):
     """Applies an activation to each element."""
 
     activation: Activation
@@ -246,20 +234,17 @@ class Heads:
         return self.num_keys * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class InPlaceOperation(Operation):
+class InPlaceOperation(Operation, frozen=True):
     """Changes rows in place: the output takes the memory of the input, which nothing else reads."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOperation(InPlaceOperation):
+class HeadOperation(InPlaceOperation, frozen=True):
     """Changes rows of heads."""
 
     heads: Heads
 
 
-@dataclass(frozen=True, slots=True)
-class NormHeads(HeadOperation):
+class NormHeads(HeadOperation, frozen=True):
     """Norm of the queries, or of the keys: of each head, or of all of them together,
     as the norm's size says."""
 
@@ -267,23 +252,20 @@ class NormHeads(HeadOperation):
     norm: NormWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Rope(HeadOperation):
+class Rope(HeadOperation, frozen=True):
     """Rotates queries and keys: by what the step brings for each token, or by their positions."""
 
     table: int | None
     """By positions; None: the step brings what turns all pairs of a head."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteKV(HeadOperation):
+class WriteKV(HeadOperation, frozen=True):
     """Stores keys and values in a cache; the row stays as it is."""
 
     cache: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareHeads(HeadOperation):
+class PrepareHeads(HeadOperation, frozen=True):
     """Several operations on a row of heads in one;
     `parts` name the fused operation's values at both ends."""
 
@@ -307,8 +289,7 @@ class PrepareHeads(HeadOperation):
         return next((part.cache for part in self.parts if isinstance(part, WriteKV)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLinear(Operation):
+class HeadLinear(Operation, frozen=True):
     """Multiplies the first elements of each head by a weight of the head's own. What is behind them
     follows the product."""
 
@@ -319,8 +300,7 @@ class HeadLinear(Operation):
     """Elements of a head behind those that are multiplied."""
 
 
-@dataclass(frozen=True, slots=True)
-class RotateTails(InPlaceOperation):
+class RotateTails(InPlaceOperation, frozen=True):
     """Rotates the last elements of each head by their position, as many as the table has."""
 
     num_heads: int
@@ -329,8 +309,7 @@ class RotateTails(InPlaceOperation):
     """Neighbours are pairs; else the halves are."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteLatent(InPlaceOperation):
+class WriteLatent(InPlaceOperation, frozen=True):
     """Stores each row in a cache, as the only key of its token and its value: normalised, but for
     what is behind the norm's width, which is rotated (arXiv:2405.04434, section 2.1)."""
 
@@ -341,8 +320,7 @@ class WriteLatent(InPlaceOperation):
     cache: int
 
 
-@dataclass(frozen=True, slots=True)
-class Attend(Operation):
+class Attend(Operation, frozen=True):
     """Causal attention of the queries, which the input's rows begin with, over a cache."""
 
     heads: Heads
@@ -357,8 +335,7 @@ class Attend(Operation):
     key. The output's heads are as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttendAll(Operation):
+class AttendAll(Operation, frozen=True):
     """Attention of the input's rows of heads over one another, in each sequence: before and
     behind, or less than `window` away."""
 
@@ -369,18 +346,15 @@ class AttendAll(Operation):
     """Added to scores, by how far the key is from the query."""
 
 
-@dataclass(frozen=True, slots=True)
-class Select(Operation):
+class Select(Operation, frozen=True):
     """Keeps the rows of the wanted tokens alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter(Operation):
+class Scatter(Operation, frozen=True):
     """The first input, with the wanted tokens' rows replaced by those of the second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gather(Operation):
+class Gather(Operation, frozen=True):
     """The whole value, of which each rank has some columns: no sum crosses ranks."""
 
     columns: tuple[range, ...]
@@ -389,8 +363,7 @@ class Gather(Operation):
     """Of the output."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedGathered(Operation):
+class EmbedGathered(Operation, frozen=True):
     """`Embed` of token ids, of whose table each rank has some rows."""
 
     table: int

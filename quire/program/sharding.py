@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -145,10 +147,10 @@ class _Sharding:
             case ops.HeadOperation(heads=heads) if operation.inputs[0] in self._headed:
                 self._keep_part(operation.outputs[0], self._parts[operation.inputs[0]])
                 self._headed.add(operation.outputs[0])
-                return replace(operation, heads=self._own(heads))
+                return structs.replace(operation, heads=self._own(heads))
             case ops.Attend() | ops.AttendAll() if operation.inputs[0] in self._headed:
                 return self._attend(operation)
-        return replace(operation, inputs=tuple(map(self._gathered, operation.inputs)))
+        return structs.replace(operation, inputs=tuple(map(self._gathered, operation.inputs)))
 
     def _divide_outputs(self, operation: ops.Linear, weight: int) -> None:
         value = operation.outputs[0]
@@ -212,7 +214,7 @@ class _Sharding:
         self._keep_part(value, (range(queries.start * size, queries.stop * size),))
         if isinstance(operation, ops.Attend) and operation.sinks is not None:
             self._shares.vectors[operation.sinks] = queries
-        return replace(operation, heads=self._own(heads))
+        return structs.replace(operation, heads=self._own(heads))
 
     def _heads_of(self, value: int) -> tuple[ops.Heads | None, bool]:
         """Return the heads that a value is a row of, if it is one, and whether ranks can go on with
