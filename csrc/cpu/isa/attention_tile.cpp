@@ -8,6 +8,9 @@
 
 namespace quire::QUIRE_ISA {
 
+constexpr int64_t MAX_WHOLE_KEY = 256, KEY_PIECE = 192;  // elements
+static_assert(KEY_PIECE % (MAX_WORD_ELEMENTS * LANES) == 0);
+
 // ---- gathering ----
 
 // The query's rows as register tiles of scores read them: SCORE_ROWS elements of different rows side by side, [rows /
@@ -56,16 +59,16 @@ QINLINE Vec key_element(Vec word, Vec scales) {
     return is_scaled(F) ? mul(x, scales) : x;
 }
 
-// Keys [begin, begin + KEYS): [padded keys][KEYS].
+// Elements [d, end_d) of keys [begin, begin + KEYS): [elements][KEYS].
 template <KVFormat F>
-static void gather_keys(const Turn &turn, int begin) {
+static void gather_keys(const Turn &turn, int begin, int64_t d, int64_t end_d) {
     constexpr int PER = PER_WORD<F>;
-    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
+    const int64_t head_size = turn.problem.cache.head_size, num_bytes = min64(end_d, head_size) * kv_element_bytes(F);
     for (int first = begin; first < begin + KEYS; first += LANES) {
         const char *const *rows = turn.tile.rows + first;
         const Vec scales = load_scales<F>(rows, head_size);
         float *to = turn.w.keys + first - begin;
-        for (int64_t at = 0; at < num_bytes; at += 4 * LANES, to += PER * LANES * KEYS) {
+        for (int64_t at = d * kv_element_bytes(F); at < num_bytes; at += 4 * LANES, to += PER * LANES * KEYS) {
             Vec block[LANES];
             load_words(rows, at, num_bytes, block);
             QUNROLL
@@ -93,15 +96,18 @@ static void gather_values(const Turn &turn, int64_t first, int64_t width) {
 
 // ---- scores ----
 
-template <int ROWS>
-static void score_tile(const float *query, const float *keys, int64_t head_size, float *scores) {
+// Products of `count` elements, beginning with the first ones or added to those before.
+template <int ROWS, bool IS_FIRST>
+static void score_tile(const float *query, const float *keys, int64_t count, float *scores) {
     Vec sums[ROWS][KEY_VECS];
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
-        for (int v = 0; v < KEY_VECS; ++v) sums[r][v] = broadcast(0.0f);
+        for (int v = 0; v < KEY_VECS; ++v) {
+            sums[r][v] = IS_FIRST ? broadcast(0.0f) : load(scores + r * TILE + v * LANES);
+        }
     }
-    for (int64_t d = 0; d < head_size; ++d) {
+    for (int64_t d = 0; d < count; ++d) {
         Vec key[KEY_VECS];
         QUNROLL
         for (int v = 0; v < KEY_VECS; ++v) key[v] = load(keys + d * KEYS + v * LANES);
@@ -119,23 +125,35 @@ static void score_tile(const float *query, const float *keys, int64_t head_size,
     }
 }
 
-// Keys in pieces on the outside, each gathered right before it is read, so that it stays in the first-level cache.
-template <KVFormat F>
-static void score_all(const Turn &turn, int64_t num_rows) {
-    const int64_t head_size = turn.problem.cache.head_size, padded = padded_keys(head_size);
+// Elements of keys that are gathered at a time: of usual heads all; of latents so few that they, and as much of the queries of
+// 16 heads, stay in a first-level cache of 32 KiB.
+static int64_t elements_at_once(int64_t head_size) { return head_size <= MAX_WHOLE_KEY ? head_size : KEY_PIECE; }
+
+// Elements [d, end_d) of all keys, in pieces of keys, each gathered right before it is read, so that it stays in the first-level
+// cache.
+template <KVFormat F, bool IS_FIRST>
+static void score_elements(const Turn &turn, int64_t num_rows, int64_t d, int64_t end_d) {
+    const int64_t padded = padded_keys(turn.problem.cache.head_size);
     for (int first = 0; first < TILE; first += KEYS) {
-        gather_keys<F>(turn, first);
+        gather_keys<F>(turn, first, d, end_d);
         for (int64_t r = 0; r < num_rows; r += SCORE_ROWS) {
             const int64_t count = min64(SCORE_ROWS, num_rows - r);
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
             turn.next.prefetch_share();
             with_constant<SCORE_ROWS>(count, [&](auto rows) {
-                score_tile<rows>(turn.w.query + r * padded, turn.w.keys, head_size,
-                                 turn.w.scores + r * TILE + first);
+                score_tile<rows, IS_FIRST>(turn.w.query + r * padded + d * SCORE_ROWS, turn.w.keys, end_d - d,
+                                           turn.w.scores + r * TILE + first);
             });
         }
     }
+}
+
+template <KVFormat F>
+static void score_all(const Turn &turn, int64_t num_rows) {
+    const int64_t head_size = turn.problem.cache.head_size, step = elements_at_once(head_size);
+    score_elements<F, true>(turn, num_rows, 0, min64(step, head_size));
+    for (int64_t d = step; d < head_size; d += step) score_elements<F, false>(turn, num_rows, d, min64(d + step, head_size));
 }
 
 template <int ROWS>
@@ -309,13 +327,14 @@ static void weigh_all(const Turn &turn, const Values &values, int64_t first, int
 // ---- one tile ----
 
 // Register tiles of all rows' scores and outputs.
-static int64_t num_register_tiles(int64_t num_rows, int64_t padded) {
-    return TILE / KEYS * ceil_div(num_rows, SCORE_ROWS) + ceil_div(padded, OUT_VECS * LANES) * ceil_div(num_rows, OUT_ROWS);
+static int64_t num_register_tiles(int64_t num_rows, int64_t head_size, int64_t padded) {
+    const int64_t num_pieces = TILE / KEYS * ceil_div(head_size, elements_at_once(head_size));
+    return num_pieces * ceil_div(num_rows, SCORE_ROWS) + ceil_div(padded, OUT_VECS * LANES) * ceil_div(num_rows, OUT_ROWS);
 }
 
 template <KVFormat F>
 static void attend_gathered(const Turn &turn, int64_t num_rows) {
-    turn.next.spread(num_register_tiles(num_rows, turn.w.padded));
+    turn.next.spread(num_register_tiles(num_rows, turn.problem.cache.head_size, turn.w.padded));
     score_all<F>(turn, num_rows);
     soften_all(turn, num_rows);
     for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {
