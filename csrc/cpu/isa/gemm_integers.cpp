@@ -98,6 +98,16 @@ struct HalfBytes {
             }
             for (; w != stop; w += LINE, x += WORDS * ROWS) {
                 prefetch_step<PANELS>(w, stride, distance);
+#if SHORT_PAIRS
+                if constexpr (ROWS == 1) {
+                    const Bits low = broadcast_word(x), high = broadcast_word(x + 1);
+                    QUNROLL
+                    for (int v = 0; v < VECS; v += 2) {
+                        multiply_add_halves(sums[0][v], sums[0][v + 1], line(w, v, stride), low, high, mask);
+                    }
+                    continue;
+                }
+#endif
                 Bits weights[VECS];
                 QUNROLL
                 for (int v = 0; v < VECS; ++v) weights[v] = and_bits(load_bits(line(w, v, stride)), mask);

@@ -150,6 +150,21 @@ QINLINE void multiply_add_narrow_both(Bits (&sums)[2], const Bits (&w)[2], Bits 
         : "+x"(sums[0]), "+x"(sums[1]), "+x"(x), "=&x"(product)
         : "x"(w[0]), "x"(w[1]));
 }
+// Both halves of a line of bytes, for one row. Left to itself, GCC 12 keeps a quarter of the sums on the stack.
+QINLINE void multiply_add_halves(Bits &first, Bits &second, const char *line, Bits low, Bits high, Bits mask) {
+    Bits a, b, c, d;
+    asm("vmovdqu %[line], %[a]\n\tvmovdqu %[rest], %[b]\n\t"
+        "vpand %[a], %[mask], %[c]\n\tvpand %[b], %[mask], %[d]\n\t"
+        "vpsrlw $4, %[a], %[a]\n\tvpsrlw $4, %[b], %[b]\n\t"
+        "vpmaddubsw %[low], %[c], %[c]\n\tvpmaddubsw %[low], %[d], %[d]\n\t"
+        "vpand %[a], %[mask], %[a]\n\tvpand %[b], %[mask], %[b]\n\t"
+        "vpmaddubsw %[high], %[a], %[a]\n\tvpmaddubsw %[high], %[b], %[b]\n\t"
+        "vpaddw %[c], %[first], %[first]\n\tvpaddw %[d], %[second], %[second]\n\t"
+        "vpaddw %[a], %[first], %[first]\n\tvpaddw %[b], %[second], %[second]"
+        : [first] "+x"(first), [second] "+x"(second), [a] "=&x"(a), [b] "=&x"(b), [c] "=&x"(c), [d] "=&x"(d)
+        : [line] "m"(*reinterpret_cast<const Bits *>(line)), [rest] "m"(*reinterpret_cast<const Bits *>(line + 32)),
+          [low] "x"(low), [high] "x"(high), [mask] "x"(mask));
+}
 #endif
 QINLINE Bits widen(Bits sums, Bits narrow) { return add_bits(sums, multiply_pairs(narrow, broadcast_bits(0x00010001u))); }
 #else
