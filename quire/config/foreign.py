@@ -33,6 +33,11 @@ class ForeignOption(NamedTuple):
     values: Mapping[Any, Any] = {}
     """Of a renamed option: its values, where they are called otherwise here."""
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off, so that a command line has `--no-` of it, too."""
+        return isinstance(self.default, bool) or self.values.keys() == {True, False}
+
     def is_neutral(self, value: object) -> bool:
         """Test whether a value requests nothing."""
         return value is None or any(_same(value, each) for each in (self.default, *self.neutral))

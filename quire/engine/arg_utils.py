@@ -129,7 +129,7 @@ def _add_option(group: argparse._ArgumentGroup, item: Field[Any]) -> None:
         argparse.SUPPRESS if foreign is not None else str(item.metadata["help"]).replace("%", "%%")
     )
     default = None if item.default is MISSING else item.default
-    if isinstance(default, bool):
+    if isinstance(default, bool) or (foreign is not None and foreign.is_switch):
         group.add_argument(
             *flags,
             dest=item.name,
@@ -153,7 +153,7 @@ def add_foreign_options(parser: argparse.ArgumentParser) -> list[str]:
     ]
     for each in lacking:
         flag, hidden = f"--{each.name.replace('_', '-')}", argparse.SUPPRESS
-        if isinstance(each.default, bool):
+        if each.is_switch:
             parser.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=hidden, help=hidden
             )

@@ -57,6 +57,7 @@ def test_defaults_ask_for_nothing_however_they_travel() -> None:
         (["--model", "x", "--enforce-eager", "--trust-remote-code"], {"enforce_eager": True}),
         (["--model", "x", "--hf-overrides", '{"a": 1}'], {"hf_overrides": {"a": 1}}),
         (["--model", "x", "--async-scheduling"], {"overlap": "on"}),
+        (["--model", "x", "--no-async-scheduling"], {"overlap": "off"}),
         (["--model", "x", "--compilation-config", "3"], {}),
         (["--model", "x", "--swap-space", "4"], {"kv_offloading_size": 4.0}),
         (["--model", "x", "--seed", "7", "--dtype", "half"], {"seed": 7, "dtype": "float16"}),
