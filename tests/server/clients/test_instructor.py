@@ -105,7 +105,7 @@ class Roomy(FakeClient):
 def test_modes_that_leave_the_form_to_the_model(mode: str) -> None:
     fake = Roomy(Script(pieces=[IN_WORDS[mode]]))
     is_parallel = "PARALLEL" in mode
-    fields = {"response_model": Iterable[Stay] if is_parallel else Stay}
+    fields: dict[str, Any] = {"response_model": Iterable[Stay] if is_parallel else Stay}
     if mode == "PARALLEL_TOOLS":
         fields["tool_choice"] = "auto"
     with serve(fake) as server:
