@@ -190,7 +190,7 @@ MAX_LINES = {
     "quire/engine": 15_000,
     "quire/executor": 900,
     "quire/grammar": 2_000,
-    "quire/kernels": 9_650,
+    "quire/kernels": 10_000,
     "quire/lora": 860,
     "quire/media": 1_200,
     "quire/models": 5_200,

@@ -66,6 +66,10 @@ COMMANDS = {
     "bench kernels": Command(
         "quire.cli.bench.kernels", "the projections of the CPU against its limits"
     ),
+    "plugin list": Command("quire.cli.plugin.list", "devices that other packages bring"),
+    "plugin check": Command(
+        "quire.cli.plugin.check", "whether such a device computes what it must, to the bit"
+    ),
     "simulate": Command(
         "quire.cli.simulate", "run the scheduler without a model, on traces and under faults"
     ),

@@ -111,6 +111,11 @@ class EngineConfig:
     kernels: str = _option(
         "auto", "kernel back end; auto takes the best that works here", choices=KERNELS
     )
+    platform: str | None = _option(
+        None,
+        "name of an installed package's device, whose kernels compute in place of those here; "
+        "whatever is wrong with it is an error",
+    )
     load_format: str = _option(
         "auto",
         "auto reads the weights, gguf those of a GGUF file, dummy makes them up",
@@ -460,6 +465,24 @@ class EngineConfig:
         given = self.kv_transfer_config
         return None if given is None else KVTransferConfig.from_mapping(given)
 
+    def _check_platform(self) -> None:
+        if self.platform is None:
+            return
+        if not isinstance(self.platform, str) or not self.platform:
+            raise ConfigError(f"platform={self.platform!r} must be a name")
+        others = {
+            f"device={self.device!r}": self.device == "cuda",
+            f"kernels={self.kernels!r}": self.kernels != "auto",
+            f"expert_memory={self.expert_memory!r}": self.expert_memory is not None,
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"{name} is not available with platform={self.platform!r}; leave one of them "
+                    "out"
+                )
+
     def _check_available(self) -> None:
         if self.speculation is not None and not self.batch_invariant:
             raise ConfigError(
@@ -467,6 +490,7 @@ class EngineConfig:
                 "answer; leave one of them out"
             )
         self._check_adapters()
+        self._check_platform()
         if self.kv_transfer is not None and self.data_parallel_size > 1:
             raise ConfigError(
                 f"kv_transfer_config is one engine's, and data_parallel_size="

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -100,9 +100,11 @@ class PrefillStage:
             answer = await backend.client.request(replace(request, body=data))
             found = json.loads(answer.body).get(PARAMS) if answer.status == 200 else None
             if not isinstance(found, dict):
-                return self._fail(backend, f"it answers {answer.status} without {PARAMS}")
+                self._fail(backend, f"it answers {answer.status} without {PARAMS}")
+                return None
         except (HttpError, ValueError, AttributeError, RecursionError) as error:
-            return self._fail(backend, str(error))
+            self._fail(backend, str(error))
+            return None
         finally:
             backend.num_bytes -= len(data)
         backend.has_failed = False
@@ -125,5 +127,4 @@ class PrefillStage:
 
 def _has_several(prompt: object) -> bool:
     """Return whether a completion is of several prompts."""
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    return is_list and len(prompt) > 1 and isinstance(prompt[0], str | list)  # type: ignore[index]
+    return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list)

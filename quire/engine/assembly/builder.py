@@ -180,6 +180,10 @@ def select(plan: EnginePlan) -> Selection:
         "is_invariant": plan.config.batch_invariant,
         "attention_module": plan.attention_module,
     }
+    if plan.config.platform is not None:
+        from quire.kernels.platforms import platform_kernels
+
+        return Selection(platform_kernels(plan.config.platform))
     if plan.config.kernels != "auto":
         return Selection(load(plan.config.kernels, plan.device, **options))
     return select_kernels(plan.device, getattr(torch, plan.dtype), **options)

@@ -15,6 +15,7 @@ from typing import Any
 import quire.program
 import quire.quant
 from quire.common.file_states import samples_of
+from quire.common.platforms import find_platform
 from quire.common.version import __version__
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.plan.engine_plan import EnginePlan
@@ -39,6 +40,7 @@ def numerics(plan: EnginePlan, files: ModelFiles) -> list[Any]:
     where = [
         plan.device,
         plan.config.kernels,
+        None if plan.config.platform is None else find_platform(plan.config.platform).label,
         plan.attention_module,
         plan.config.batch_invariant,
         instruction_sets(),

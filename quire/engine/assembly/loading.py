@@ -221,7 +221,8 @@ def _may_be_native(plan: EnginePlan) -> bool:
     """Return whether the native kernels can be expected to serve the plan."""
     from quire.kernels import cpu
 
-    return plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and not cpu.absence()
+    is_meant = plan.config.kernels in ("auto", "cpu") and plan.config.platform is None
+    return plan.device == "cpu" and is_meant and not cpu.absence()
 
 
 def head_start(planned: PlannedModel) -> HeadStart | None:

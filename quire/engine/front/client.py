@@ -109,6 +109,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it makes text; else vectors or classes alone."""
     max_loras: int = 0
     """Adapters that running requests may use at once."""
+    platform: str | None = None
+    """Of another package, whose kernels compute."""
     policy: str = "fcfs"
     """The order of service, as the operator named it."""
     fingerprint: str
@@ -506,6 +508,7 @@ def model_info(prepared: PreparedModel) -> ModelInfo:
     plan = prepared.planned.plan
     return ModelInfo(
         name=plan.config.model,
+        platform=plan.config.platform,
         folder=str(prepared.planned.folder),
         max_model_len=plan.limits.max_model_len,
         vocab_size=plan.spec.vocab_size,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.common.graph_shapes import largest_size
 from quire.common.numbers import format_bytes
+from quire.common.platforms import find_platform
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.engine.plan import attention, memory, ranks, replicas, speculation
@@ -199,6 +200,9 @@ class _Resolver:
         """Check what needs no numbers, and note what the rest depends on."""
         check_options(self.config, self.spec, generates=self.generates)
         self._note_device()
+        if config_platform := self.config.platform:
+            label = find_platform(config_platform).label
+            self._notes.add("platform", config_platform, f"its kernels compute: {label}")
         self._note_invariance()
         for decision in speculation.decisions(self.config):
             self._notes.add(*decision)

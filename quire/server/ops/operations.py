@@ -84,7 +84,10 @@ class Operations:
 
     async def version(self, request: Request) -> Response:
         """Return the version of the server."""
-        return json_response(call_of(request), {"version": quire.__version__})
+        answer = {"version": quire.__version__}
+        if (platform := self._api.client.model.platform) is not None:
+            answer["platform"] = platform
+        return json_response(call_of(request), answer)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""

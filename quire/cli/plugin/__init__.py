@@ -1,0 +1,1 @@
+"""`quire plugin`: platforms of other packages."""
