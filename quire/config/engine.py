@@ -475,6 +475,9 @@ class EngineConfig:
             f"kernels={self.kernels!r}": self.kernels != "auto",
             f"expert_memory={self.expert_memory!r}": self.expert_memory is not None,
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": (
+                self.pipeline_parallel_size > 1
+            ),
         }
         for name, is_given in others.items():
             if is_given:

@@ -396,6 +396,7 @@ CONFIG = {"kv_connector": "TcpConnector", "kv_role": "kv_both"}
         ({"kv_transfer_config": CONFIG, "data_parallel_size": 2}, "one engine's"),
         ({"kv_transfer_config": CONFIG, "batch_invariant": False}, "batch_invariant"),
         ({"kv_transfer_config": CONFIG, "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"kv_transfer_config": CONFIG, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
     ],
 )
 def test_options_that_cannot_work_are_refused(

@@ -199,7 +199,13 @@ def test_a_platform_that_is_missing_or_offered_twice_is_an_error(
 
 @pytest.mark.parametrize(
     "options",
-    [{"kernels": "cpu"}, {"tensor_parallel_size": 2}, {"device": "cuda"}, {"platform": ""}],
+    [
+        {"kernels": "cpu"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"device": "cuda"},
+        {"platform": ""},
+    ],
     ids=str,
 )
 def test_a_platform_goes_with_no_other_choice_of_kernels(options: dict[str, Any]) -> None:
