@@ -188,7 +188,7 @@ MAX_LINES = {
     "quire/config": 1_800,
     "quire/core": 10_300,
     "quire/engine": 15_000,
-    "quire/executor": 900,
+    "quire/executor": 1_000,
     "quire/grammar": 2_000,
     "quire/kernels": 10_000,
     "quire/lora": 860,

@@ -42,6 +42,9 @@ class Follower:
         if command.kind == Kind.FORWARD:
             forward(self._model.run, command, self._memory.caches)
             return
+        if command.kind in (Kind.READ_BLOCKS, Kind.WRITE_BLOCKS):
+            self._move(command)
+            return
         (tensor,) = command.tensors
         assert tensor is not None
         if command.kind == Kind.COPY_BLOCKS:
@@ -54,6 +57,17 @@ class Follower:
             head.logits(tensor)
         else:
             head.argmax(tensor)
+
+    def _move(self, command: RankCommand) -> None:
+        """Copy this rank's part of blocks to the shared memory, or from it."""
+        blocks, room = command.tensors
+        assert blocks is not None and room is not None
+        numbers = blocks.tolist()
+        own = room[self._exchange.rank].view(torch.uint8)[: len(numbers) * self._memory.block_bytes]
+        if command.kind == Kind.READ_BLOCKS:
+            own.copy_(torch.from_numpy(self._memory.read_blocks(numbers)))
+        else:
+            self._memory.write_blocks(numbers, own.numpy())
 
 
 class StageFollower:

@@ -120,7 +120,7 @@ def _rope(bench: _Bench) -> Iterator[Verdict]:
 
 
 def _products(bench: _Bench) -> Iterator[Verdict]:
-    """Projections: a row's bits are its own, whoever is beside it."""
+    """Projections: a row's bits are its own, whatever is beside it."""
     x = bench.draw(_ROWS, _INPUTS)
     weight, bias = bench.draw(_OUTPUTS, _INPUTS, seed=1), bench.draw(_OUTPUTS, seed=2)
     values = (weight.float() * 30).round().clamp(-127, 127).to(torch.int8)

@@ -28,6 +28,8 @@ class Kind(IntEnum):
     ARGMAX = 2
     COPY_BLOCKS = 3
     STAGE = 4
+    READ_BLOCKS = 5
+    WRITE_BLOCKS = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,13 @@ from quire.engine.assembly.builder import build_engine
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError, InvalidParameterError, NotAvailableError
+from quire.kernels import cpu
 from quire.transfer import companion, connectors, layout
 from tests.engine.conftest import TINY_LLAMA
 from tests.engine.test_exactness import LATENT
 from tests.engine.test_windows import GEMMA3, MISTRAL
 
+HAS_NATIVE = cpu.absence() is None
 PROMPT = [7 * place % 251 + 3 for place in range(75)]
 CONNECTORS = ["SharedMemoryConnector", "TcpConnector"]
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
@@ -158,6 +160,22 @@ def test_every_form_of_keys_and_values_is_transferred(make: Make, form: str) -> 
     for cut in (0, 9, 30, 60):  # what was placed serves other prompts, too
         prompt = [*PROMPT[:cut], *range(4, 20)]
         assert bits(answer(consumer, prompt=prompt)) == bits(answer(producer, prompt=prompt))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_NATIVE, reason="ranks need the native kernels")
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (3, 2)], ids=str)
+def test_engines_of_several_ranks_transfer_to_one_another(
+    make: Make, degrees: tuple[int, int]
+) -> None:
+    expected = bits(answer(make()))
+    producer, consumer = (
+        make(role, tensor_parallel_size=degree)
+        for role, degree in zip(("producer", "consumer"), degrees, strict=True)
+    )
+    output = answer(consumer, computed(producer))
+    assert bits(output) == expected
+    assert output.num_cached_tokens >= 72 and stats_of(consumer).num_pulled == 1
 
 
 def test_several_sequences_and_a_prefix_that_is_there_already(make: Make) -> None:
@@ -395,7 +413,6 @@ CONFIG = {"kv_connector": "TcpConnector", "kv_role": "kv_both"}
         ({"kv_transfer_config": CONFIG, "enable_prefix_caching": False}, "it is off"),
         ({"kv_transfer_config": CONFIG, "data_parallel_size": 2}, "one engine's"),
         ({"kv_transfer_config": CONFIG, "batch_invariant": False}, "batch_invariant"),
-        ({"kv_transfer_config": CONFIG, "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"kv_transfer_config": CONFIG, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
     ],
 )

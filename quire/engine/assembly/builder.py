@@ -270,7 +270,7 @@ def _build_worker(
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
     drafts = load_drafts(planned, model, sampler, rows)
     stored = stored_blocks(planned, memory, states)
-    transferred = transferred_blocks(planned, memory, states)
+    transferred = transferred_blocks(planned, memory, states, group)
     # What is placed is written before it may be read to be stored.
     halves = (
         matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, transferred,

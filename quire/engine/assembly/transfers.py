@@ -15,8 +15,13 @@ from quire.core.scheduler.transfers import TransferredPrefixes, TransferStats
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.tiers import deciding_facts, identity_digest
 from quire.engine.plan.engine_plan import EnginePlan
+from quire.models.cutting import divisible_tokens
+from quire.models.lowering import lower
+from quire.program.sharding import cache_heads, shard, split_evenly
 
 if TYPE_CHECKING:
+    from quire.executor.divided_memory import HeldHeads
+    from quire.parallel.group import RankGroup
     from quire.transfer.companion import TransferredBlocks
     from quire.transfer.layout import BlockLayout
     from quire.worker.memory import KVMemory
@@ -33,17 +38,21 @@ def transfers_prerequisite(plan: EnginePlan) -> Callable[[], Prerequisite] | Non
 
 
 def transferred_blocks(
-    planned: PlannedModel, memory: KVMemory, states: States
+    planned: PlannedModel, memory: KVMemory, states: States, group: RankGroup | None
 ) -> TransferredBlocks | None:
     """Make the worker's half, which begins to listen. `states` are those that the model's files had
     before they were loaded. Raises ConfigError."""
     if planned.plan.transfers is None:
         return None
-    from quire.transfer.companion import TransferredBlocks
+    from quire.executor.divided_memory import DividedBlocks
+    from quire.transfer.companion import TransferMemory, TransferredBlocks
 
+    blocks: TransferMemory = memory
+    if group is not None:
+        blocks = DividedBlocks(memory, group, _held_heads(planned.plan))
     layout = block_layout(planned.plan)
     identity = partial(_identity, planned, states)
-    return TransferredBlocks(planned.plan.transfers.config, memory, layout, identity)
+    return TransferredBlocks(planned.plan.transfers.config, blocks, layout, identity)
 
 
 def block_layout(plan: EnginePlan) -> BlockLayout:
@@ -62,6 +71,40 @@ def block_layout(plan: EnginePlan) -> BlockLayout:
             tensors += [TensorShape(layer.num_kv_heads, row_bytes)] * count
     layer_tensors = [at_place[place] for place in layout.place_of]
     return BlockLayout(plan.limits.block_size, tensors, layer_tensors, layout.group_of)
+
+
+def _held_heads(plan: EnginePlan) -> list[HeldHeads]:
+    """Return which heads of each tensor of the pool each rank has, in the order of `KVMemory`."""
+    from quire.executor.divided_memory import HeldHeads
+
+    num_ranks = plan.config.tensor_parallel_size
+    program, _ = lower(plan.spec)
+    counts = [
+        cache_heads(shard(program, rank, num_ranks, divisible_tokens(plan.spec))[0])
+        for rank in range(num_ranks)
+    ]
+    found: list[HeldHeads] = []
+    places = set[int]()
+    for number, layer in enumerate(plan.spec.kv_layers):
+        place = plan.kv_layout.place_of[number]
+        if place in places:
+            continue
+        places.add(place)
+        parts = _parts_of(layer.num_kv_heads, num_ranks)
+        if counts[0][number] == layer.num_kv_heads:  # not divided: all ranks have all
+            parts = [range(layer.num_kv_heads)] * num_ranks
+        assert [len(part) for part in parts] == [count[number] for count in counts]
+        held = HeldHeads(layer.num_kv_heads, tuple(parts))
+        found += [held] * (1 if layer.is_latent else 2)
+    return found
+
+
+def _parts_of(num_heads: int, num_ranks: int) -> list[range]:
+    """Return each rank's heads: some of them, or one that several ranks have."""
+    if num_ranks <= num_heads:
+        return split_evenly(num_heads, num_ranks)
+    shares = enumerate(split_evenly(num_ranks, num_heads))
+    return [range(head, head + 1) for head, ranks in shares for _ in ranks]
 
 
 def _identity(planned: PlannedModel, states: States) -> bytes:
