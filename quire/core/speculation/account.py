@@ -22,6 +22,7 @@ _SHARE = 1 / 192
 _FIRST_STAKE, _LEAST_STAKE, _MAX_STAKE = 2.0, 2.0, 4.0
 """Steps that a try may lose: more each time that one has failed, after a wait that is as much
 longer. The first one has to fit into the steps of a single short answer."""
+_TEMPTED_STAKE = 1.0
 _MAX_CREDIT = 48.0
 _NUM_PLAIN, _PLAIN_EVERY = 4, 192
 """So many steps in a row leave drafts out, to be measured; again after so many."""
@@ -145,6 +146,10 @@ class DraftAccount:
     ) -> None:
         """Drafts are looked for, for a step of decodes alone."""
         self._open[step_id] = _Step(num_rows, kind, estimate_s, fixed_share, is_active=True)
+
+    def wake(self, step_id: int) -> None:
+        """Drafts promise much: they may be tried now, with a smaller stake than in their turn."""
+        self.wakes, self.credit, self._paid_id = step_id, _TEMPTED_STAKE, step_id
 
     def forget(self, step_id: int) -> None:
         """A step turns out to be another one."""

@@ -46,6 +46,11 @@ _GAIN_RATE = 1 / 16
 _LEAST_FIXED_SHARE = 0.75
 """Of a step, at least so much is taken not to depend on the number of rows, when it is judged what
 was saved by rows that end sooner than others."""
+_PEEK_EVERY, _MAX_PEEK_EVERY = 64, 4096
+"""While the account sleeps, drafts are looked at this seldom, and twice as seldom after each time
+that they tempted in vain: a look takes up to a third of the shortest steps."""
+_TEMPTING = 2.0
+"""Tokens that each row may expect to gain, on average, for drafts to be tried before it is time."""
 _NAP_RATE = 1 / 4
 _READ_SHARE, _READ_COST, _USUAL_LEN = 1 / 64, 0.2, 256
 """A draft model catches up with a prompt where that takes no more than so much of what the answer
@@ -194,6 +199,8 @@ class Speculator:
         self._account = DraftAccount()
         self._runs: dict[int, list[Sequence]] = {}
         """Of the steps in flight that have draft tokens and decodes alone: the sequences."""
+        self._peeks, self._peek_every = 0, _PEEK_EVERY
+        """The next step in which drafts are looked at though the account sleeps, and how often."""
         self._usual_naps = 0.0
         """With which a sequence begins, after its first look."""
         self._has_told = False
@@ -216,8 +223,10 @@ class Speculator:
             return
         if step.step_id < self._account.wakes:
             self._cancel()
-            self.wakes = self._account.wakes
-            return
+            if not self._is_tempting(step):
+                self.wakes = min(self._account.wakes, max(self._peeks, step.step_id + 1))
+                return
+            self._account.wake(step.step_id)
         if not (step.has_decodes_alone or has_forms or self._account.has_earned):
             self._lapse(step)  # what it takes could not be told from the prompt's share
             return
@@ -258,6 +267,8 @@ class Speculator:
             return
         sequences = self._runs.pop(plan.step_id, None)
         gain = NO_GAIN if sequences is None else self._gain(sequences, result)
+        if self._account.has_earned:
+            self._peek_every = _PEEK_EVERY
         extra_s = self._account.settle(plan.step_id, len(plan.work), gain, now, took)
         if sequences is not None:
             self._overhead.measured(plan.step_id, extra_s)
@@ -365,10 +376,7 @@ class Speculator:
                 continue
             if self._drafter is None and sequence.sampling.grammar is None:
                 continue
-            trail = self._trails.get(sequence)
-            if trail is None:
-                trail = self._trails[sequence] = _Trail(Acceptance(self._acceptance))
-                trail.num_naps = int(self._usual_naps)
+            trail = self._trail(sequence)
             if step.step_id < trail.wakes:
                 wakes = min(wakes, trail.wakes)
                 continue
@@ -394,6 +402,35 @@ class Speculator:
             else:  # its last token is not known before the step in flight is
                 self.needs_tokens |= count > 1
         self.wakes = wakes
+
+    def _is_tempting(self, step: OpenStep) -> bool:
+        """Whether drafts promise so much that they are tried though they did not pay lately: a text
+        that is answered again, after others that were new."""
+        if step.step_id < self._peeks or not step.has_decodes_alone or self._drafter is None:
+            return False
+        self._peeks = step.step_id + self._peek_every
+        promise = 0.0
+        for sequence, work in zip(step.sequences, step.work, strict=True):
+            if work.tasks == ONE_SAMPLE and _is_drafted(sequence):
+                trail = self._trail(sequence)
+                trail.learn(sequence.token_ids)
+                trail.draft = self._drafter.draft(sequence, self._max_tokens)
+                trail.num_known = len(sequence.token_ids)
+                chance = 1.0
+                for place in range(len(trail.draft.token_ids)):
+                    chance *= trail.acceptance.chance(trail.draft.strength_of(place))
+                    promise += chance
+        if promise < _TEMPTING * len(step.work):
+            return False
+        self._peek_every = min(2 * self._peek_every, _MAX_PEEK_EVERY)
+        return True
+
+    def _trail(self, sequence: Sequence) -> _Trail:
+        trail = self._trails.get(sequence)
+        if trail is None:
+            trail = self._trails[sequence] = _Trail(Acceptance(self._acceptance))
+            trail.num_naps = int(self._usual_naps)
+        return trail
 
     def _draft(self, sequence: Sequence, most: int) -> Draft:
         draft = NO_DRAFT

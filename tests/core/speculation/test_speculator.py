@@ -148,6 +148,26 @@ def test_a_first_answer_that_is_short_pays_next_to_nothing_for_trying(num_reques
     assert clock.now / 3e-4 - 160 <= 0.02 * 160
 
 
+def test_a_text_that_is_known_is_drafted_though_others_were_not() -> None:
+    """What speaks for a draft is known by itself: little for those that were wrong, much for those
+    that come now."""
+
+    class Known(Fixed):
+        def draft(self, sequence: Sequence, most: int) -> Draft:
+            found = super().draft(sequence, most)
+            return found._replace(strength=40 if len(sequence.token_ids) > 330 else 1)
+
+    def run(end: int) -> tuple[int, float]:
+        speculator = Speculator(Known(7), 8, costs=StepCostModel(SHORT))
+        clock = Clock(3e-4, 6e-4, 1e-5)
+        sizes = _run(speculator, lambda at: 7 if at > 330 else 8, 1, clock, max_tokens=end)
+        return len(sizes), clock.now / 3e-4
+
+    num_steps, lost = run(320)
+    assert num_steps >= 315 and lost < 1.02 * 320, "they did not pay"
+    assert run(920)[0] - num_steps < 260, "600 tokens that are known"
+
+
 def test_guesses_that_pay_go_on() -> None:
     speculator = Speculator(Fixed(7), 4, costs=StepCostModel(SHORT))
     clock = Clock(3e-4, 5e-5, 1e-5)
