@@ -179,14 +179,14 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 6_900,
+    "benchmarks": 7_050,
     "csrc": 13_700,
     "quire": 800,
     "quire/bench": 4_000,
     "quire/cli": 4_200,
     "quire/common": 1_600,
     "quire/config": 1_800,
-    "quire/core": 10_300,
+    "quire/core": 10_400,
     "quire/engine": 15_000,
     "quire/executor": 1_000,
     "quire/grammar": 2_000,
