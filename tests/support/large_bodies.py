@@ -109,6 +109,8 @@ LISTS: dict[str, Any] = {
     "documents": [{"text": "a " * 100}] * 1024,
     "chat_template_kwargs": {f"k{number}": number for number in range(20_000)},
     "tools": [{"type": "function", "function": _tool(number)} for number in range(128)],
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": list(range(1 << 16))}
+    | {f"k{number}": number for number in range(20_000)},
     "metadata": {f"k{number}": "v" * 20 for number in range(16)},
     "tokens": [5] * (1 << 16),
     "prompt": [[5] * 300] * 512,
