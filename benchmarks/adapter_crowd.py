@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters import write_adapter
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams, TokensPrompt
 from quire.core.adapters import Adapter
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.loop.engine import Engine
@@ -65,7 +65,7 @@ class Crowd:
             while len(began) - len(waits) < self._at_once and num_added < len(self.prompts):
                 name, which = str(num_added), self.chosen[num_added] if len(adapters) > 1 else 0
                 began[name] = time.perf_counter()
-                prompt = {"prompt_token_ids": self.prompts[num_added]}
+                prompt = TokensPrompt(prompt_token_ids=self.prompts[num_added])
                 engine.add_request(name, prompt, self.params, adapter=adapters[which])
                 num_added += 1
             for output in engine.step():

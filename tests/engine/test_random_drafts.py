@@ -93,8 +93,8 @@ def _answers(engine: Engine, numbers: range, aborts: random.Random | None) -> di
         if doomed and rng.random() < 0.3:
             engine.abort(doomed.pop(rng.randrange(len(doomed))))
         for output in engine.step():
+            assert isinstance(output, RequestOutput)
             if output.finished and not output.request_id.startswith("aborted"):
-                assert isinstance(output, RequestOutput)
                 found[int(output.request_id)] = _answer(output)
     return found
 
