@@ -18,6 +18,7 @@ from quire.common.seeds import mix64
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.assembly.builder import build_engine
+from quire.engine.front.outputs import RequestOutput
 from quire.engine.loop.engine import Engine
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import ConfigError, EngineError
@@ -123,7 +124,7 @@ def _serve(engine: Engine, name: str, prompt: tuple[int, ...], max_tokens: int) 
     engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
     while True:
         for output in engine.step():
-            if output.finished:
+            if isinstance(output, RequestOutput) and output.finished:
                 metrics = output.metrics
                 if metrics.first_token_s is None:
                     raise EngineError(f"request {name} of the trace failed: {output.error}")

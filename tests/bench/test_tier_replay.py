@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ NUM_CHATS, NUM_TURNS = 6, 3
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Conversations whose turns take turns: each continues what came six requests ago."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for turn in range(NUM_TURNS):
         for chat in range(NUM_CHATS):
             hashes = [1000 * chat + place for place in range(4 * (turn + 1))]
