@@ -193,9 +193,9 @@ class _Sharding:
             held = split_evenly(count, self._num_ranks)[self._rank]
             for weight, width in ((operation.up, 2 * inner), (operation.down, hidden)):
                 self._shares.linears[weight] = (range(held.start * width, held.stop * width),)
-            return replace(operation, inputs=inputs, held=held, columns=range(inner))
+            return structs.replace(operation, inputs=inputs, held=held, columns=range(inner))
         if min(hidden, inner) < UNIT * self._num_ranks:
-            return replace(operation, inputs=inputs)  # no panel for each
+            return structs.replace(operation, inputs=inputs)  # no panel for each
         parts, columns = split(hidden, self._num_ranks), split(inner, self._num_ranks)
         assert parts is not None and columns is not None
         part, own = parts[self._rank], columns[self._rank]
@@ -205,7 +205,7 @@ class _Sharding:
             _moved(part, expert * hidden) for expert in range(count)
         )
         self._keep_part(value, (part,))
-        return replace(operation, inputs=inputs, held=range(count), columns=own)
+        return structs.replace(operation, inputs=inputs, held=range(count), columns=own)
 
     def _attend(self, operation: ops.Attend | ops.AttendAll) -> ops.Operation:
         heads, value = operation.heads, operation.outputs[0]
