@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from quire.common.numbers import ceil_div
-from quire.parallel.divided import Kind
 from quire.parallel.group import RankGroup
-from quire.parallel.shared_memory import RankCommand
+from quire.parallel.shared_memory import Kind, RankCommand
 from quire.worker.memory import KVMemory
 
 Payload = NDArray[np.uint8]

@@ -10,10 +10,11 @@ from quire.core.plan import BlockCopy
 from quire.kernels.exchange import Exchange
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
-from quire.parallel.divided import Kind, forward
+from quire.parallel.adapters import FollowedAdapters
+from quire.parallel.divided import forward
 from quire.parallel.pipeline import run_stage, with_states
 from quire.parallel.sections import ROUND_S, ResultSender, StageReceiver, StageSender
-from quire.parallel.shared_memory import RankCommand, SharedMemory
+from quire.parallel.shared_memory import Kind, RankCommand, SharedMemory
 from quire.worker.memory import KVMemory
 from quire.worker.staging import Staging
 
@@ -22,9 +23,14 @@ class Follower:
     """A rank of the first stage: its model, and its part of the KV memory."""
 
     def __init__(
-        self, model: DecoderModel, memory: KVMemory, shared: SharedMemory, exchange: Exchange
+        self,
+        model: DecoderModel,
+        memory: KVMemory,
+        adapters: FollowedAdapters,
+        shared: SharedMemory,
+        exchange: Exchange,
     ) -> None:
-        self._model, self._memory = model, memory
+        self._model, self._memory, self._adapters = model, memory, adapters
         self._shared, self._exchange = shared, exchange
         self._stage = Staging(model.kernels.device)
 
@@ -40,7 +46,10 @@ class Follower:
 
     def _do(self, command: RankCommand) -> None:
         if command.kind == Kind.FORWARD:
-            forward(self._model.run, command, self._memory.caches)
+            forward(self._model.run, command, self._memory.caches, self._adapters)
+            return
+        if command.kind == Kind.LOAD_ADAPTER:
+            self._adapters.load(command)
             return
         if command.kind in (Kind.READ_BLOCKS, Kind.WRITE_BLOCKS):
             self._move(command)
@@ -77,6 +86,7 @@ class StageFollower:
         self,
         model: DecoderModel,
         memory: KVMemory,
+        adapters: FollowedAdapters,
         source: StageReceiver,
         caches: range,
         *,
@@ -85,7 +95,8 @@ class StageFollower:
         is_last: bool = False,
     ) -> None:
         """Of a stage, the first rank alone has the way to the next one, or the way back."""
-        self._model, self._memory, self._source = model, memory, source
+        self._model, self._memory, self._adapters = model, memory, adapters
+        self._source = source
         self._caches, self._is_last = caches, is_last
         self._next_stage, self._results = next_stage, results
         self._stage = Staging(model.kernels.device)
@@ -100,17 +111,21 @@ class StageFollower:
                 self._do(command)
 
     def _do(self, command: RankCommand) -> None:
-        if command.kind == Kind.COPY_BLOCKS:
-            (pairs,) = command.tensors
-            assert pairs is not None
-            copies = [BlockCopy(*pair) for pair in pairs.tolist()]
-            self._memory.copy_blocks(copies, self._model.kernels, self._stage)
+        if command.kind != Kind.STAGE:
+            if command.kind == Kind.LOAD_ADAPTER:
+                self._adapters.load(command)
+            else:
+                (pairs,) = command.tensors
+                assert command.kind == Kind.COPY_BLOCKS and pairs is not None
+                copies = [BlockCopy(*pair) for pair in pairs.tolist()]
+                self._memory.copy_blocks(copies, self._model.kernels, self._stage)
             if self._next_stage is not None:
                 self._next_stage.send(command)
             return
         plain, first_row, states = run_stage(
-            self._model.run, command, self._memory.caches, self._caches, is_last=self._is_last
-        )
+            self._model.run, command, self._memory.caches, self._caches, self._adapters,
+            is_last=self._is_last,
+        )  # fmt: skip
         if self._next_stage is not None:
             self._next_stage.send(with_states(plain, first_row, states))
         if self._results is not None:

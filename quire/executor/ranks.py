@@ -23,10 +23,11 @@ from quire.kernels.interface import ForwardPass, Kernels
 from quire.models.kv_layout import KVLayout
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
-from quire.parallel.divided import Kind, LedHead, LedPass
+from quire.parallel.adapters import LedAdapters
+from quire.parallel.divided import LedHead, LedPass
 from quire.parallel.group import GroupLostError, RankGroup
 from quire.parallel.pipeline import StagedPass
-from quire.parallel.shared_memory import RankCommand
+from quire.parallel.shared_memory import Kind, RankCommand
 from quire.sampling.processors import ProcessorTable
 from quire.worker.memory import KVMemory
 from quire.worker.staging import Staging
@@ -53,14 +54,15 @@ class LedMemory(KVMemory):
             pairs = torch.tensor([tuple(copy) for copy in copies], dtype=torch.int64)
             copy_own = partial(super().copy_blocks, copies, kernels, stage)
             command = RankCommand(Kind.COPY_BLOCKS, (), (pairs,))
-            self._group.call(command, copy_own)
-            if self._group.next_stage is not None:
-                with self._group.uninterrupted():
-                    self._group.next_stage.send(command)
+            self._group.tell(command, copy_own)
 
 
 def lead(
-    model: DecoderModel, memory: KVMemory, group: RankGroup, layout: KVLayout
+    model: DecoderModel,
+    memory: KVMemory,
+    group: RankGroup,
+    layout: KVLayout,
+    adapters: LedAdapters | None = None,
 ) -> tuple[DecoderModel, KVMemory]:
     """Return the first process's model and KV memory so that the others follow them. `layout` is
     that of all stages together."""
@@ -68,9 +70,9 @@ def lead(
     if head is not None:
         assert isinstance(head, DividedHead)
         head = LedHead(head, group)
-    run: ForwardPass = LedPass(model.run, group)
+    run: ForwardPass = LedPass(model.run, group, adapters)
     if group.shape.num_stages > 1:
-        run = StagedPass(run, group, range(len(memory.caches)))
+        run = StagedPass(run, group, range(len(memory.caches)), adapters)
     return replace(model, run=run, divided_head=head), LedMemory(memory, group, layout)
 
 
@@ -90,7 +92,8 @@ class RanksExecutor(InlineExecutor):
             launched = self.worker.launch(plan)
         except GroupLostError as error:
             self._replace(str(error))
-        self._num_losses = 0
+        if plan.work:  # one without asks nothing of the others
+            self._num_losses = 0
         return launched
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from quire.core.adapters import AdapterOrder
 from quire.errors import CheckpointError
 from quire.kernels.interface import Kernels
 from quire.kernels.lora import LoraPart, LoraWeight, PackedAdapter
+from quire.lora.cutting import cut_outputs
 from quire.lora.identity import content_digest
 from quire.lora.layout import WEIGHTS_NAME, PartLayout, WeightLayout, layout_of
 from quire.models.declaration import DecoderSpec
@@ -21,7 +23,16 @@ from quire.weights.tensor_file import StoredTensor, TensorFile
 class AdapterLoader:
     """Loads adapters of one model for one back end."""
 
-    def __init__(self, spec: DecoderSpec, kernels: Kernels, dtype: str, max_rank: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        kernels: Kernels,
+        dtype: str,
+        max_rank: int,
+        outputs: Mapping[int, Sequence[range]] | None = None,
+    ) -> None:
+        """`outputs` are those that this process has of some weights; of others it has all."""
+        self._outputs = outputs or {}
         self._spec, self._kernels, self._max_rank = spec, kernels, max_rank
         self._dtype: torch.dtype = getattr(torch, dtype)
 
@@ -38,7 +49,7 @@ class AdapterLoader:
         file = TensorFile(folder / WEIGHTS_NAME)
         try:
             layout = layout_of(folder, file, self._spec, self._max_rank)
-            weights = {each.number: self._weight(each, file) for each in layout}
+            weights = {each.number: self._held(each, file) for each in layout}
             if content_digest(folder) != digest or file.has_changed():
                 raise CheckpointError(f"{folder}: the adapter's files are no longer what they were")
         except OSError as error:
@@ -46,6 +57,10 @@ class AdapterLoader:
         finally:
             file.close()
         return self._kernels.pack_adapter(weights, len(self._spec.projections))
+
+    def _held(self, layout: WeightLayout, file: TensorFile) -> LoraWeight:
+        whole, ranges = self._weight(layout, file), self._outputs.get(layout.number)
+        return whole if ranges is None else cut_outputs(whole, ranges)
 
     def _weight(self, layout: WeightLayout, file: TensorFile) -> LoraWeight:
         """Stack the parts; those that were one module in training share its `down`."""

@@ -3,7 +3,8 @@ Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.models.cutting import cut, cut_outputs, divisible_tokens
@@ -11,7 +12,7 @@ from quire.models.declaration import DecoderSpec
 from quire.models.lowering import Parameters, lower, projection_sizes
 from quire.models.tensors import LinearSpec
 from quire.program.operations import Program
-from quire.program.sharding import shard
+from quire.program.sharding import Ranges, shard
 from quire.program.stages import Stage, cut_into_stages
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class HeldPart:
     """None: the whole."""
     tokens: range | None = None
     """Those of the embedding and the head; None: all."""
+    outputs: Mapping[int, Ranges] = field(default_factory=dict)
+    """Of stacked weights that are cut, by their numbers, those that are here."""
     num_tokens: int = 0
     """There are, where some are elsewhere."""
 
@@ -98,7 +101,7 @@ def _shared(held: HeldPart, exchange: Exchange, is_by_expert: bool) -> HeldPart:
         for number, each in enumerate(parameters.vectors)
     )
     parameters = replace(parameters, linears=linears, vectors=vectors)
-    held = replace(held, program=program, parameters=parameters)
+    held = replace(held, program=program, parameters=parameters, outputs=shares.linears)
     if shares.tokens is None or num_tokens is None:
         return held
     head = None if spec.head is None else cut_outputs([spec.head], (shares.tokens,))[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,9 @@ from quire.kernels.lora import StepAdapters
 from quire.kernels.placed import StepContent
 from quire.kernels.sampling import Draws
 from quire.nn.head import DividedHead
+from quire.parallel.adapters import FollowedAdapters, LedAdapters
 from quire.parallel.group import RankGroup
-from quire.parallel.shared_memory import RankCommand
-
-
-class Kind(IntEnum):
-    """Of a command."""
-
-    FORWARD = 0
-    LOGITS = 1
-    ARGMAX = 2
-    COPY_BLOCKS = 3
-    STAGE = 4
-    READ_BLOCKS = 5
-    WRITE_BLOCKS = 6
+from quire.parallel.shared_memory import Kind, RankCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +63,7 @@ class LedPass:
 
     own: ForwardPass
     group: RankGroup
+    adapters: LedAdapters | None = None
 
     def __call__(
         self,
@@ -85,10 +75,10 @@ class LedPass:
         adapters: StepAdapters | None = None,
         content: StepContent | None = None,
     ) -> Tensor:
-        assert adapters is None and content is None, "neither is divided among ranks"
+        assert content is None, "it is not divided among ranks"
+        command = asked(token_ids, positions, batch, num_wanted, self.adapters, adapters)
         return self.group.call(
-            asked(token_ids, positions, batch, num_wanted),
-            lambda: self.own(token_ids, positions, batch, kv_caches, num_wanted),
+            command, lambda: self.own(token_ids, positions, batch, kv_caches, num_wanted, adapters)
         )
 
 
@@ -97,32 +87,55 @@ def asked(
     positions: Tensor,
     batch: AttentionBatch,
     num_wanted: Tensor | None,
+    led: LedAdapters | None = None,
+    adapters: StepAdapters | None = None,
 ) -> RankCommand:
-    """Return a pass as a command."""
+    """Return a pass as a command. Adapters that the others lack are loaded first."""
+    slots: tuple[int, ...] = ()
+    if adapters is not None:
+        assert led is not None, "adapters that the other processes do not know"
+        slots = led.slots(adapters.adapters)
     groups = (batch, *batch.others)
     tables = [tensor for each in groups for tensor in (each.slots, each.block_tables)]
     return RankCommand(
         Kind.FORWARD,
-        (batch.max_query_len, batch.max_context_len, *batch.group_of),
+        (batch.max_query_len, batch.max_context_len, len(slots), *slots, *batch.group_of),
         (
             token_ids, positions, batch.query_start, batch.context_len, num_wanted,
-            *tables,
+            None if adapters is None else adapters.of_token, *tables,
         ),
     )  # fmt: skip
 
 
 def forward(
-    run: ForwardPass, command: RankCommand, kv_caches: Sequence[tuple[Tensor, Tensor]]
+    run: ForwardPass,
+    command: RankCommand,
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    adapters: FollowedAdapters,
 ) -> Tensor:
     """Run a pass that rank 0 asks for."""
-    token_ids, batch, num_wanted = batch_of(command)
-    return run(token_ids, batch.positions, batch, kv_caches, num_wanted)
+    asked_for = pass_of(command, adapters)
+    batch = asked_for.batch
+    return run(
+        asked_for.token_ids, batch.positions, batch, kv_caches, asked_for.num_wanted,
+        asked_for.adapters,
+    )  # fmt: skip
 
 
-def batch_of(command: RankCommand) -> tuple[Tensor, AttentionBatch, Tensor | None]:
-    """Return the tokens of a pass that is a command, and which of them are wanted."""
-    max_query_len, max_context_len, *group_of = command.numbers
-    token_ids, positions, query_start, context_len, wanted, *tables = command.tensors
+class AskedPass(NamedTuple):
+    """A forward pass that is a command."""
+
+    token_ids: Tensor
+    batch: AttentionBatch
+    num_wanted: Tensor | None
+    adapters: StepAdapters | None
+
+
+def pass_of(command: RankCommand, adapters: FollowedAdapters) -> AskedPass:
+    """Return what a command asks for."""
+    max_query_len, max_context_len, num_slots, *numbers = command.numbers
+    used, group_of = numbers[:num_slots], numbers[num_slots:]
+    token_ids, positions, query_start, context_len, wanted, of_token, *tables = command.tensors
     assert token_ids is not None and positions is not None
     assert query_start is not None and context_len is not None
     batches = []
@@ -139,4 +152,4 @@ def batch_of(command: RankCommand) -> tuple[Tensor, AttentionBatch, Tensor | Non
         query_start, context_len, first.block_tables, first.slots, positions, max_query_len,
         max_context_len, others=tuple(others), group_of=tuple(group_of),
     )  # fmt: skip
-    return token_ids, batch, wanted
+    return AskedPass(token_ids, batch, wanted, adapters.of_step(used, of_token))

@@ -62,6 +62,8 @@ class RankGroup:
             "filenos": self._filenos, "num_ranks": shape.num_ranks,
             "num_stages": shape.num_stages, "command_bytes": command_bytes, "silence_s": silence_s,
         }  # fmt: skip
+        self.num_starts = 0
+        """How often processes were started: new ones have nothing of what the former were told."""
         self._processes: list[RankProcess] = []
         self._changing = threading.Lock()
         """Held while processes are replaced, and while it is looked who has ended."""
@@ -121,6 +123,13 @@ class RankGroup:
             self._lose()
             raise GroupLostError(str(error)) from error
 
+    def tell(self, command: RankCommand, run: Callable[[], None] = lambda: None) -> None:
+        """Have all processes do the same, each when it comes to it; `run` is this one's part."""
+        self.call(command, run)
+        if self.next_stage is not None:
+            with self.uninterrupted():
+                self.next_stage.send(command)
+
     def restart(self) -> None:
         """Replace all ranks but this one. Raises EngineError where they cannot be."""
         logger.error("a rank is lost; %d processes are replaced", len(self._processes))
@@ -146,6 +155,7 @@ class RankGroup:
         del self._sections, self._observers
 
     def _launch(self) -> None:
+        self.num_starts += 1
         for rank in range(1, self.shape.size):
             start = self._start | {"rank": rank}
             self._processes.append(RankProcess(self._command, start, self._filenos))

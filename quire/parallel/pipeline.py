@@ -17,9 +17,10 @@ from torch import Tensor
 from quire.kernels.interface import AttentionBatch, ForwardPass
 from quire.kernels.lora import StepAdapters
 from quire.kernels.placed import PlacedRows, StepContent
-from quire.parallel.divided import Kind, asked, batch_of
+from quire.parallel.adapters import FollowedAdapters, LedAdapters
+from quire.parallel.divided import asked, pass_of
 from quire.parallel.group import RankGroup
-from quire.parallel.shared_memory import RankCommand
+from quire.parallel.shared_memory import Kind, RankCommand
 
 LEAST_TOKENS = 32
 """Of a piece. With fewer rows, most of a stage's time goes into reading its weights, which each
@@ -87,6 +88,7 @@ class StagedPass:
     group: RankGroup
     caches: range
     """Of the first stage."""
+    adapters: LedAdapters | None = None
 
     def __call__(
         self,
@@ -98,7 +100,7 @@ class StagedPass:
         adapters: StepAdapters | None = None,
         content: StepContent | None = None,
     ) -> Tensor:
-        assert adapters is None and content is None, "neither goes from stage to stage"
+        assert content is None, "it does not go from stage to stage"
         next_stage, results = self.group.next_stage, self.group.results
         assert next_stage is not None and results is not None
         num_pieces, states = 0, None
@@ -106,8 +108,13 @@ class StagedPass:
             for piece in split_step(self.group.shape.num_stages, batch, num_wanted):
                 part = slice(piece.tokens.start, piece.tokens.stop)
                 ids, own = token_ids[part], of_stage(piece.batch, self.caches)
-                states = self.own(ids, positions[part], own, kv_caches)
-                command = asked(ids, positions[part], piece.batch, piece.num_wanted)
+                used = adapters
+                if used is not None:
+                    used = used._replace(of_token=used.of_token[part])
+                command = asked(
+                    ids, positions[part], piece.batch, piece.num_wanted, self.adapters, used
+                )
+                states = self.own(ids, positions[part], own, kv_caches, None, used)
                 next_stage.send(with_states(command, piece.tokens.start, states))
                 num_pieces += 1
             assert states is not None
@@ -138,6 +145,7 @@ def run_stage(
     command: RankCommand,
     kv_caches: Sequence[tuple[Tensor, Tensor]],
     caches: range,
+    adapters: FollowedAdapters,
     *,
     is_last: bool,
 ) -> tuple[RankCommand, int, Tensor]:
@@ -146,10 +154,10 @@ def run_stage(
     (first_row, *numbers), (states, *tensors) = command.numbers, command.tensors
     assert states is not None
     plain = RankCommand(Kind.FORWARD, tuple(numbers), tuple(tensors))
-    token_ids, batch, num_wanted = batch_of(plain)
+    token_ids, batch, num_wanted, used = pass_of(plain, adapters)
     placed = PlacedRows(torch.arange(len(states)), states)
     found = run(
         token_ids, batch.positions, of_stage(batch, caches), kv_caches,
-        num_wanted if is_last else None, None, StepContent(placed),
+        num_wanted if is_last else None, used, StepContent(placed),
     )  # fmt: skip
     return plain, first_row, found

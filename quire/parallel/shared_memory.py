@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,19 @@ _ALIGNMENT = 64
 _MAX_HEADER = 256
 """Numbers that a command may have, shapes of tensors included."""
 _DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16)
+
+
+class Kind(IntEnum):
+    """Of a command."""
+
+    FORWARD = 0
+    LOGITS = 1
+    ARGMAX = 2
+    COPY_BLOCKS = 3
+    STAGE = 4
+    READ_BLOCKS = 5
+    WRITE_BLOCKS = 6
+    LOAD_ADAPTER = 7
 
 
 class RankCommand(NamedTuple):

@@ -161,7 +161,7 @@ def test_a_stage_that_dies_in_the_middle_of_a_step_is_noticed(tmp_path: Path) ->
     ("options", "message"),
     [
         ({"tensor_parallel_size": 65}, "at most 64"),
-        ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora=True is not available"),
+        ({"tensor_parallel_size": 2, "kv_offloading_size": 1}, "kv_offloading_size=1 is not avail"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "kernels='reference' is not avail"),
         (
             {"tensor_parallel_size": 2, "weights_cache": "/x", "expert_memory": "1MiB"},

@@ -19,6 +19,7 @@ from quire.nn.builder import build_decoder
 from quire.nn.decoder import DecoderModel
 from quire.nn.parts import ModelPart
 from quire.parallel import pipeline
+from quire.parallel.adapters import FollowedAdapters
 from quire.parallel.divided import asked
 from quire.parallel.pipeline import of_stage, run_stage, split_step, with_states
 from quire.program.stages import most_stages
@@ -69,7 +70,7 @@ class Chain:
                 assert model.caches is not None
                 own = kv_caches[model.caches.start : model.caches.stop]
                 command, row, states = run_stage(
-                    model.run, with_states(command, piece.tokens.start, states), own, model.caches,
+                    model.run, with_states(command, piece.tokens.start, states), own, model.caches, FollowedAdapters(),
                     is_last=model is later[-1],
                 )  # fmt: skip
                 assert row == piece.tokens.start

@@ -45,14 +45,17 @@ from quire.errors import ConfigError
 from quire.executor.registry import ExecutorSpec, make_executor
 
 if TYPE_CHECKING:
+    from quire.core.adapters import AdapterOrder
     from quire.engine.loop.engine import Engine
     from quire.executor.interface import Executor
     from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
+    from quire.kernels.lora import PackedAdapter
     from quire.kernels.selection import Selection
     from quire.lora.table import AdapterTable
     from quire.nn.decoder import DecoderModel
     from quire.nn.parts import ModelPart
+    from quire.parallel.adapters import LedAdapters
     from quire.parallel.group import RankGroup
     from quire.sampling.processors import ProcessorTable
     from quire.worker.companions import Companion
@@ -247,9 +250,15 @@ def _build_worker(
     selection = select(plan)
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
-    adapters = _adapter_table(plan, selection.kernels)
     states = planned.files.states(plan.config.tokenizer)
     part = None if group is None else part_of(plan, group.shared)
+    load_adapter, led = adapter_loader(plan, selection.kernels, part), None
+    if group is not None and load_adapter is not None:
+        from quire.parallel.adapters import LedAdapters
+
+        led = LedAdapters(group)
+        load_adapter = partial(_load_noted, load_adapter, led)
+    adapters = adapter_table(plan, load_adapter)
     loaded = load_model(planned, selection.kernels, adapters, part)
     model, pooler, images, experts = loaded
     model, limits = keep_states(plan, model), plan.limits
@@ -258,7 +267,7 @@ def _build_worker(
     if group is not None:
         from quire.executor.ranks import lead
 
-        model, memory = lead(model, memory, group, plan.kv_layout)
+        model, memory = lead(model, memory, group, plan.kv_layout, led)
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
     small = {name: each for name, each in states.items() if name.endswith(".json")}
     matchers = RowMatchers(
@@ -339,12 +348,37 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
         )
 
 
-def _adapter_table(plan: EnginePlan, kernels: Kernels) -> AdapterTable | None:
-    """Make the table of adapters, if any are served."""
+def adapter_loader(
+    plan: EnginePlan, kernels: Kernels, part: ModelPart | None
+) -> Callable[[AdapterOrder], PackedAdapter] | None:
+    """Return what loads an adapter, of one of several processes its part; None where none are
+    served."""
     if plan.adapters is None:
         return None
-    from quire.lora.table import AdapterTable
     from quire.lora.weights import AdapterLoader
+    from quire.nn.parts import hold
 
-    loader = AdapterLoader(plan.spec, kernels, plan.dtype, plan.adapters.max_rank)
-    return AdapterTable(loader.load, plan.adapters.max_loaded)
+    outputs = None if part is None else hold(plan.spec, part).outputs
+    return AdapterLoader(plan.spec, kernels, plan.dtype, plan.adapters.max_rank, outputs).load
+
+
+def adapter_table(
+    plan: EnginePlan, load: Callable[[AdapterOrder], PackedAdapter] | None
+) -> AdapterTable | None:
+    """Make the table of adapters, if any are served."""
+    if plan.adapters is None or load is None:
+        return None
+    from quire.lora.table import AdapterTable
+
+    return AdapterTable(load, plan.adapters.max_loaded)
+
+
+def _load_noted(
+    load: Callable[[AdapterOrder], PackedAdapter], led: LedAdapters, order: AdapterOrder
+) -> PackedAdapter:
+    """Load an adapter, and say from where, for the other processes to do the same."""
+    from quire.parallel.adapters import AdapterFiles
+
+    adapter = load(order)
+    led.note(adapter, AdapterFiles(order.digest, str(Path(str(order.folder)).absolute())))
+    return adapter

@@ -33,7 +33,6 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
     if config.num_processes == 1:
         return
     refused = {
-        "enable_lora=True": config.enable_lora,
         f"{spec.architecture}, which reads images,": spec.vision is not None,
         f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
         f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
@@ -46,7 +45,7 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
     for name, is_given in refused.items():
         if is_given:
             raise ConfigError(
-                f"{name} is not available with {_sizes(config)} yet; leave one of them out"
+                f"{name} is not available with {sizes_of(config)} yet; leave one of them out"
             )
     most = most_stages(lower(spec)[0])
     if config.pipeline_parallel_size > most:
@@ -58,7 +57,8 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
         _check_experts(config.tensor_parallel_size, spec)
 
 
-def _sizes(config: EngineConfig) -> str:
+def sizes_of(config: EngineConfig) -> str:
+    """Name the options that divide one model among processes."""
     given = ("tensor_parallel_size", "pipeline_parallel_size")
     return " and ".join(
         f"{name}={getattr(config, name)}" for name in given if getattr(config, name) > 1

@@ -20,8 +20,11 @@ from quire.config.engine import EngineConfig
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
+    from quire.core.adapters import AdapterOrder
     from quire.kernels.exchange import Exchange
+    from quire.kernels.lora import PackedAdapter
     from quire.nn.decoder import DecoderModel
+    from quire.parallel.adapters import FollowedAdapters
     from quire.parallel.sections import Sections
     from quire.parallel.shared_memory import SharedMemory
     from quire.worker.memory import KVMemory
@@ -62,7 +65,13 @@ def main() -> int:
 
 def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Event]:
     """Build what rank 0 describes, and begin to give signs of life."""
-    from quire.engine.assembly.builder import kv_memory, part_of, select
+    from quire.engine.assembly.builder import (
+        adapter_loader,
+        adapter_table,
+        kv_memory,
+        part_of,
+        select,
+    )
     from quire.engine.assembly.loading import load_model
     from quire.engine.assembly.preparation import plan_engine
     from quire.engine.assembly.threads import set_num_threads
@@ -90,10 +99,22 @@ def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Even
     planned = plan_engine(config, machine)
     set_num_threads(planned.plan.num_threads)
     part = part_of(planned.plan, None if shape.num_ranks == 1 else exchange, stage)
-    model = load_model(planned, select(planned.plan).kernels, None, part).decoder
+    kernels = select(planned.plan).kernels
+    load = adapter_loader(planned.plan, kernels, part)
+    table = adapter_table(planned.plan, load)  # so that projections take adapters
+    model = load_model(planned, kernels, table, part).decoder
     check_unchanged(start["files"])  # also while they were read
     memory = kv_memory(planned.plan, model)
-    return partial(connect, model, memory), is_over
+    return partial(connect, model, memory, _followed(load)), is_over
+
+
+def _followed(load: Callable[[AdapterOrder], PackedAdapter] | None) -> FollowedAdapters:
+    from quire.core.adapters import AdapterOrder
+    from quire.parallel.adapters import FollowedAdapters
+
+    if load is None:
+        return FollowedAdapters()
+    return FollowedAdapters(lambda files: load(AdapterOrder(files.digest, files.folder)))
 
 
 class _Place(NamedTuple):
@@ -105,7 +126,9 @@ class _Place(NamedTuple):
     exchange: Exchange
 
 
-def _connect(sections: Sections, place: _Place) -> Callable[[DecoderModel, KVMemory], None]:
+def _connect(
+    sections: Sections, place: _Place
+) -> Callable[[DecoderModel, KVMemory, FollowedAdapters], None]:
     """Return what serves with a model, until the first process is gone. Signs of life are given on
     all ways in and out from now on."""
     from quire.executor.follower import Follower, StageFollower
@@ -113,7 +136,9 @@ def _connect(sections: Sections, place: _Place) -> Callable[[DecoderModel, KVMem
 
     shape, (stage, rank, shared, exchange) = sections.shape, place
     if stage == 0:
-        return lambda model, memory: Follower(model, memory, shared, exchange).serve(lambda: True)
+        return lambda model, memory, adapters: Follower(
+            model, memory, adapters, shared, exchange
+        ).serve(lambda: True)
     is_last = stage == shape.num_stages - 1
     source = sections.receiver(stage, rank)
     next_stage = sections.sender(stage + 1) if rank == 0 and not is_last else None
@@ -123,12 +148,13 @@ def _connect(sections: Sections, place: _Place) -> Callable[[DecoderModel, KVMem
     # the first process may be stopped, by Ctrl-Z, as long as one likes; no other one is
     wait_s = ROUND_S if stage == 1 else -1.0
 
-    def serve(model: DecoderModel, memory: KVMemory) -> None:
+    def serve(model: DecoderModel, memory: KVMemory, adapters: FollowedAdapters) -> None:
         caches = model.caches
         assert caches is not None, "a stage that does not know its caches"
         follower = StageFollower(
-            model, memory, source, caches, next_stage=next_stage, results=results, is_last=is_last
-        )
+            model, memory, adapters, source, caches,
+            next_stage=next_stage, results=results, is_last=is_last,
+        )  # fmt: skip
         follower.serve(lambda: True, wait_s)
 
     return serve

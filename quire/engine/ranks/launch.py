@@ -9,6 +9,7 @@ from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.process.link import start_message
 from quire.errors import ConfigError
 from quire.models.tensors import DTYPE_BYTES
+from quire.parallel.adapters import MAX_PATH
 from quire.parallel.group import RankGroup
 from quire.parallel.sections import GroupShape
 from quire.parallel.shared_memory import bytes_of_command
@@ -43,6 +44,7 @@ def command_bytes(plan: EnginePlan) -> int:
     per_token = 8 * (3 + num_groups) + plan.spec.hidden_size * DTYPE_BYTES["float32"]
     per_row = 4 * (3 + num_blocks * num_groups)
     copies = 2 * 8 * limits.num_blocks
+    adapter = 4 * (MAX_PATH + 128)  # its name
     return bytes_of_command(
-        num_tokens * per_token + num_rows * per_row + copies + 8, 9 + 2 * num_groups
+        num_tokens * per_token + num_rows * per_row + copies + adapter + 8, 10 + 2 * num_groups
     )

@@ -23,7 +23,7 @@ _ALIGNMENT = 64
 class CpuAdapter:
     """A packed adapter, in one piece of memory. Implements `PackedAdapter`."""
 
-    __slots__ = ("_memory", "_num_used", "_scales", "native", "num_bytes")
+    __slots__ = ("__weakref__", "_memory", "_num_used", "_scales", "native", "num_bytes")
 
     def __init__(self, weights: Mapping[int, LoraWeight], num_weights: int) -> None:
         factors = [each for weight in weights.values() for each in _factors(weight)]

@@ -1,0 +1,63 @@
+"""Adapters in several processes: the bits of one process, also where a process is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import ALL, MakeLLM, write_adapter
+from ranks import needs_ranks, ranks_of
+from torch import arange, ones
+
+from quire import LoRARequest, SamplingParams, TokensPrompt
+from quire.kernels.lora import LoraPart, LoraWeight
+from quire.lora.cutting import cut_outputs
+from quire.models.declaration import DecoderSpec
+
+PROMPTS = [list(range(3, 3 + count)) for count in (5, 70, 12, 33)]
+
+
+def test_a_cut_has_the_rows_of_its_outputs() -> None:
+    up = arange(12.0).view(6, 2)
+    weight = LoraWeight(ones(3, 4), ones(3), (LoraPart(0, 0, up[:4]), LoraPart(6, 1, up[4:])), 8)
+    cut = cut_outputs(weight, [range(1, 3), range(5, 8)])
+    assert (cut.num_outputs, len(cut.down)) == (5, 3)
+    first, second = cut.parts
+    assert (first.first_output, first.first_rank, first.up.tolist()) == (0, 0, up[1:3].tolist())
+    assert (second.first_output, second.first_rank, second.up.tolist()) == (3, 1, up[4:].tolist())
+
+
+def answers(llm: Any, adapters: list[LoRARequest | None]) -> list[Any]:
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+    prompts = [TokensPrompt(prompt_token_ids=each) for each in PROMPTS]
+    found = llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in found]
+
+
+@needs_ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_divided_models_serve_adapters_with_the_same_bits(
+    make_llm: MakeLLM, tmp_path: Path, spec: DecoderSpec, options: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {"max_num_batched_tokens": 96, "max_loras": 2} | options
+    folders = [
+        write_adapter(tmp_path / "a", spec, seed=1),
+        write_adapter(tmp_path / "b", spec, seed=2, targets=("k_proj", "up_proj")),
+        write_adapter(tmp_path / "c", spec, seed=3, targets=ALL[3:], rank=5),
+    ]
+    named = [LoRARequest(each.name, place, str(each)) for place, each in enumerate(folders, 1)]
+    chosen = [named[0], named[1], None, named[2]]
+    expected = answers(make_llm(**given), chosen)
+    for sizes in ((2, 1), (3, 1), (1, 2), (2, 2)):
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        llm = make_llm(**given, **dict(zip(names, sizes, strict=True)))
+        assert answers(llm, chosen) == expected, sizes
+        group = ranks_of(llm.engine).group
+        os.kill(group.pids[-1], signal.SIGKILL)  # the new one knows no adapter
+        assert answers(llm, chosen[::-1]) != expected
+        assert answers(llm, chosen) == expected, sizes
+        llm.close()
