@@ -116,8 +116,10 @@ def audit_kept(kept: KeptNodes, manager: KVCacheManager) -> None:
         assert not manager.pool.is_kept(block) or block in kept_blocks, (
             f"block {block} is handed out last, and nobody keeps it"
         )
-    ends = {digest for _, digest in kept._ends}
-    assert len(ends) == len(kept._ends) and kept._kept.keys() <= ends == kept._ending
+    earliest = {digest: end_s for end_s, digest in sorted(kept._ends, reverse=True)}
+    for digest, end_s in kept._ending.items():
+        assert earliest[digest] <= end_s and (end_s, digest) in kept._ends
+    assert all(kept._ending[digest] <= each.until_s for digest, each in kept._kept.items())
 
 
 def _audit_references(manager: KVCacheManager, tables: list[BlockTable]) -> None:

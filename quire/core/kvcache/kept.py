@@ -11,6 +11,7 @@ With a block everything before it is kept, at least as long: no block outlives i
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +45,9 @@ class KeptNodes:
         self._num_by_tenant: dict[str, int] = {}
         """Blocks."""
         self._ends: list[tuple[float, bytes]] = []
-        """A heap; each kept digest is in it once, at or before its end."""
-        self._ending: set[bytes] = set()
+        """A heap; each kept digest is in it, at or before its end."""
+        self._ending: dict[bytes, float] = {}
+        """The earliest entry of each digest, also of one that was forgotten since."""
         self.num_blocks = 0
         self.num_evicted = 0
         """Blocks that were needed by sequences before their time was over."""
@@ -78,8 +80,10 @@ class KeptNodes:
     def expire(self, now: float) -> None:
         """Let go of what has been kept for its time."""
         while self._ends and self._ends[0][0] <= now:
-            _, digest = heapq.heappop(self._ends)
-            self._ending.discard(digest)
+            end_s, digest = heapq.heappop(self._ends)
+            if self._ending.get(digest) != end_s:
+                continue  # it had an earlier one
+            del self._ending[digest]
             found = self._kept.get(digest)
             if found is not None and found.until_s > now:
                 self._note_end(found)
@@ -103,11 +107,11 @@ class KeptNodes:
         self._by_tenant.setdefault(kept.tenant, OrderedDict())[digest] = None
         self._num_by_tenant[kept.tenant] = self.num_of(kept.tenant) + kept.num_blocks
         self.num_blocks += kept.num_blocks
-        if digest not in self._ending:
+        if kept.until_s < self._ending.get(digest, math.inf):
             self._note_end(kept)
 
     def _note_end(self, kept: _Kept) -> None:
-        self._ending.add(kept.node.digest)
+        self._ending[kept.node.digest] = kept.until_s
         heapq.heappush(self._ends, (kept.until_s, kept.node.digest))
 
     def _drop(self, digest: bytes) -> _Kept | None:
