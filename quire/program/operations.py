@@ -5,17 +5,14 @@ A value is an activation [rows, width] in the compute dtype. Each is written onc
 that has its number among `outputs`, and its rows are the step's tokens, or, from a `Select` on,
 those whose hidden states are wanted. Weights, tables of RoPE and caches are numbers too: what they
 stand for is `quire.kernels.interface.Weights`, and the caches of the step. So a program is plain
-data that knows no tensor and no back end (an operation is one of msgspec's structs, whose classes
-take a thirtieth of a dataclass's time to import). Operations run in the order of the list; only
-`WriteKV`, `WriteLatent` and `Attend` touch anything but their values.
+data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV`,
+`WriteLatent` and `Attend` touch anything but their values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-import msgspec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
 """A function of one number; `gelu_sigmoid` is `x * sigmoid(1.702 x)` (CLIP)."""
@@ -47,46 +44,54 @@ def _place(name: str, names: tuple[str, ...]) -> int:
     return names.index(name)
 
 
-class Operation(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Operation:
     """Computes values from values."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-class Embed(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Embed(Operation):
     """Gathers the rows of a table that the token ids, or the positions, name."""
 
     table: int
     of: Literal["token_ids", "positions"]
 
 
-class Place(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Place(Operation):
     """Replaces rows by the first columns of those that the step brings for them from outside, if it
     brings any."""
 
 
-class AddPlaced(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class AddPlaced(Operation):
     """Adds to rows some columns of those that the step brings for them from outside."""
 
     first_column: int
 
 
-class Take(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Take(Operation):
     """The rows that the step brings from outside; zeros for tokens that it brings none for."""
 
 
-class Join(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Join(Operation):
     """The columns of the first input, then those of the second."""
 
 
-class Scale(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Scale(Operation):
     """Multiplies by a number, which is rounded to the compute dtype first."""
 
     factor: float
 
 
-class Add(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Add(Operation):
     """Adds two values; in the residual stream the first one is the stream."""
 
 
@@ -102,20 +107,23 @@ class NormWeights:
     size: int
 
 
-class Norm(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Norm(Operation):
     """Normalises each row."""
 
     norm: NormWeights
 
 
-class AddNorm(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class AddNorm(Operation):
     """`(x, residual)` to `(norm(x + residual), x + residual)`,
     the sum rounded before it is normalised."""
 
     norm: NormWeights
 
 
-class Linear(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Linear(Operation):
     """`x @ weight.T + bias`, or some neighbouring columns of it."""
 
     weight: int
@@ -124,7 +132,8 @@ class Linear(Operation, frozen=True):
     """Rows that use an adapter get what it adds to these outputs, once they are rounded."""
 
 
-class GatedLinear(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class GatedLinear(Operation):
     """`activation(x @ gate.T) * (x @ up.T)`; the weight has the gate's
     outputs before the other ones."""
 
@@ -173,7 +182,8 @@ class Routing:
         )
 
 
-class Experts(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Experts(Operation):
     """The sum of what the chosen experts make of each row, in the order of the choices.
 
     `router` gives the logits. An expert is a gated MLP; in the weights `up`, which has each one's
@@ -195,11 +205,13 @@ class Experts(Operation, frozen=True):
     """Of each expert's activation, those that this rank computes; None: all."""
 
 
-class GateRows(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class GateRows(Operation):
     """Multiplies each row of the first input by the sigmoid of the second one's only column."""
 
 
-class Activate(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Activate(Operation):
     """Applies an activation to each element."""
 
     activation: Activation
@@ -234,17 +246,20 @@ class Heads:
         return self.num_keys * self.head_dim
 
 
-class InPlaceOperation(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class InPlaceOperation(Operation):
     """Changes rows in place: the output takes the memory of the input, which nothing else reads."""
 
 
-class HeadOperation(InPlaceOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class HeadOperation(InPlaceOperation):
     """Changes rows of heads."""
 
     heads: Heads
 
 
-class NormHeads(HeadOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class NormHeads(HeadOperation):
     """Norm of the queries, or of the keys: of each head, or of all of them together,
     as the norm's size says."""
 
@@ -252,20 +267,23 @@ class NormHeads(HeadOperation, frozen=True):
     norm: NormWeights
 
 
-class Rope(HeadOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Rope(HeadOperation):
     """Rotates queries and keys: by what the step brings for each token, or by their positions."""
 
     table: int | None
     """By positions; None: the step brings what turns all pairs of a head."""
 
 
-class WriteKV(HeadOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class WriteKV(HeadOperation):
     """Stores keys and values in a cache; the row stays as it is."""
 
     cache: int
 
 
-class PrepareHeads(HeadOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PrepareHeads(HeadOperation):
     """Several operations on a row of heads in one;
     `parts` name the fused operation's values at both ends."""
 
@@ -289,7 +307,8 @@ class PrepareHeads(HeadOperation, frozen=True):
         return next((part.cache for part in self.parts if isinstance(part, WriteKV)), None)
 
 
-class HeadLinear(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class HeadLinear(Operation):
     """Multiplies the first elements of each head by a weight of the head's own. What is behind them
     follows the product."""
 
@@ -300,7 +319,8 @@ class HeadLinear(Operation, frozen=True):
     """Elements of a head behind those that are multiplied."""
 
 
-class RotateTails(InPlaceOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RotateTails(InPlaceOperation):
     """Rotates the last elements of each head by their position, as many as the table has."""
 
     num_heads: int
@@ -309,7 +329,8 @@ class RotateTails(InPlaceOperation, frozen=True):
     """Neighbours are pairs; else the halves are."""
 
 
-class WriteLatent(InPlaceOperation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class WriteLatent(InPlaceOperation):
     """Stores each row in a cache, as the only key of its token and its value: normalised, but for
     what is behind the norm's width, which is rotated (arXiv:2405.04434, section 2.1)."""
 
@@ -320,7 +341,8 @@ class WriteLatent(InPlaceOperation, frozen=True):
     cache: int
 
 
-class Attend(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Attend(Operation):
     """Causal attention of the queries, which the input's rows begin with, over a cache."""
 
     heads: Heads
@@ -335,7 +357,8 @@ class Attend(Operation, frozen=True):
     key. The output's heads are as long."""
 
 
-class AttendAll(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class AttendAll(Operation):
     """Attention of the input's rows of heads over one another, in each sequence: before and
     behind, or less than `window` away."""
 
@@ -346,15 +369,18 @@ class AttendAll(Operation, frozen=True):
     """Added to scores, by how far the key is from the query."""
 
 
-class Select(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Select(Operation):
     """Keeps the rows of the wanted tokens alone."""
 
 
-class Scatter(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Scatter(Operation):
     """The first input, with the wanted tokens' rows replaced by those of the second."""
 
 
-class Gather(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Gather(Operation):
     """The whole value, of which each rank has some columns: no sum crosses ranks."""
 
     columns: tuple[range, ...]
@@ -363,7 +389,8 @@ class Gather(Operation, frozen=True):
     """Of the output."""
 
 
-class EmbedGathered(Operation, frozen=True):
+@dataclass(frozen=True, slots=True)
+class EmbedGathered(Operation):
     """`Embed` of token ids, of whose table each rank has some rows."""
 
     table: int

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from msgspec import structs
-
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -20,9 +18,7 @@ Operations = tuple[ops.Operation, ...]
 def make_adaptable(program: Program) -> Program:
     """Projections take what adapters add to them. The head, which is no operation, does not."""
     operations = (
-        structs.replace(each, is_adaptable=True)
-        if isinstance(each, ops.Linear | ops.GatedLinear)
-        else each
+        replace(each, is_adaptable=True) if isinstance(each, ops.Linear | ops.GatedLinear) else each
         for each in program.operations
     )
     return replace(program, operations=tuple(operations))
@@ -98,7 +94,7 @@ def select_wanted(program: Program, alignment: int | None = None) -> Program:
     widths += [widths[value] for value in crossing]
     selects = (ops.Select((value,), (name,)) for value, name in names.items())
     narrow = (
-        structs.replace(each, inputs=tuple(names.get(value, value) for value in each.inputs))
+        replace(each, inputs=tuple(names.get(value, value) for value in each.inputs))
         for each in after
     )
     scatter = ops.Scatter((_stream_before(program, start), program.result), (len(widths),))
@@ -144,19 +140,17 @@ def _project_apart(
         """Return the projection and what follows, of a part of the heads,
         whose columns begin at `start`."""
         columns = range(start, start + part.width)
-        found: list[ops.Operation] = [
-            structs.replace(projection, outputs=value(part), columns=columns)
-        ]
+        found: list[ops.Operation] = [replace(projection, outputs=value(part), columns=columns)]
         for each in chain:
             if _concerns(each, part):
                 found.append(
-                    structs.replace(each, inputs=found[-1].outputs, outputs=value(part), heads=part)
+                    replace(each, inputs=found[-1].outputs, outputs=value(part), heads=part)
                 )
         return found
 
     keys = project(ops.Heads(0, heads.num_keys, heads.head_dim), heads.query_width)
     queries = project(ops.Heads(heads.num_queries, 0, heads.head_dim), 0)
-    queries[-1], widths[result[0]] = structs.replace(queries[-1], outputs=result), heads.query_width
+    queries[-1], widths[result[0]] = replace(queries[-1], outputs=result), heads.query_width
     return (*before[:first], *keys), (*queries, *after)
 
 

@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from msgspec import structs
-
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -147,10 +145,10 @@ class _Sharding:
             case ops.HeadOperation(heads=heads) if operation.inputs[0] in self._headed:
                 self._keep_part(operation.outputs[0], self._parts[operation.inputs[0]])
                 self._headed.add(operation.outputs[0])
-                return structs.replace(operation, heads=self._own(heads))
+                return replace(operation, heads=self._own(heads))
             case ops.Attend() | ops.AttendAll() if operation.inputs[0] in self._headed:
                 return self._attend(operation)
-        return structs.replace(operation, inputs=tuple(map(self._gathered, operation.inputs)))
+        return replace(operation, inputs=tuple(map(self._gathered, operation.inputs)))
 
     def _divide_outputs(self, operation: ops.Linear, weight: int) -> None:
         value = operation.outputs[0]
@@ -193,9 +191,9 @@ class _Sharding:
             held = split_evenly(count, self._num_ranks)[self._rank]
             for weight, width in ((operation.up, 2 * inner), (operation.down, hidden)):
                 self._shares.linears[weight] = (range(held.start * width, held.stop * width),)
-            return structs.replace(operation, inputs=inputs, held=held, columns=range(inner))
+            return replace(operation, inputs=inputs, held=held, columns=range(inner))
         if min(hidden, inner) < UNIT * self._num_ranks:
-            return structs.replace(operation, inputs=inputs)  # no panel for each
+            return replace(operation, inputs=inputs)  # no panel for each
         parts, columns = split(hidden, self._num_ranks), split(inner, self._num_ranks)
         assert parts is not None and columns is not None
         part, own = parts[self._rank], columns[self._rank]
@@ -205,7 +203,7 @@ class _Sharding:
             _moved(part, expert * hidden) for expert in range(count)
         )
         self._keep_part(value, (part,))
-        return structs.replace(operation, inputs=inputs, held=range(count), columns=own)
+        return replace(operation, inputs=inputs, held=range(count), columns=own)
 
     def _attend(self, operation: ops.Attend | ops.AttendAll) -> ops.Operation:
         heads, value = operation.heads, operation.outputs[0]
@@ -214,7 +212,7 @@ class _Sharding:
         self._keep_part(value, (range(queries.start * size, queries.stop * size),))
         if isinstance(operation, ops.Attend) and operation.sinks is not None:
             self._shares.vectors[operation.sinks] = queries
-        return structs.replace(operation, heads=self._own(heads))
+        return replace(operation, heads=self._own(heads))
 
     def _heads_of(self, value: int) -> tuple[ops.Heads | None, bool]:
         """Return the heads that a value is a row of, if it is one, and whether ranks can go on with

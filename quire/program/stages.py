@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from msgspec import structs
-
 from quire.program import operations as ops
 from quire.program.operations import Program
 
@@ -146,7 +144,7 @@ def _cache(operation: ops.Operation) -> int | None:
 
 def _moved(operation: ops.Operation, by: int) -> ops.Operation:
     if isinstance(operation, ops.WriteKV | ops.WriteLatent | ops.Attend):
-        return structs.replace(operation, cache=operation.cache - by)
+        return replace(operation, cache=operation.cache - by)
     return operation
 
 
