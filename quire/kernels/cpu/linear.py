@@ -23,7 +23,7 @@ from quire.kernels.cpu.checks import (
     require,
     vector_address,
 )
-from quire.kernels.host_memory import empty_weight
+from quire.kernels.host_memory import empty_bytes
 from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.kernels.reference.linear import check_kind
 from quire.kernels.sampling import Draws
@@ -131,7 +131,7 @@ def _allocate(layout: PackedLayout, bias: Tensor | None) -> CpuLinear:
     own_bias = (
         None if bias is None else bias.detach().to("cpu", torch.float32, copy=True).contiguous()
     )
-    return CpuLinear(layout, empty_weight(layout.num_bytes), own_bias)
+    return CpuLinear(layout, empty_bytes(layout.num_bytes), own_bias)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
