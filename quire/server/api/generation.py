@@ -439,7 +439,10 @@ class GenerationRun:
         tracer = self._generator.tracer
         if tracer is not None:
             job = self._jobs[number]
-            counts = Usage(len(job.prompt_token_ids), 0, sum(progress.num_tokens.values()))
+            counts = Usage(
+                num_prompt_tokens=len(job.prompt_token_ids),
+                num_output_tokens=sum(progress.num_tokens.values()),
+            )
             tracer.finished(
                 Finished(
                     self._call,
