@@ -23,6 +23,7 @@ from quire.server.http.call import Call, call_of
 from quire.server.http.errors import ApiError, bad_request
 from quire.server.http.query import MAX_NUMBER, query_of
 from quire.server.http.responses import json_response
+from quire.server.quota.tenants import is_tenant_name
 
 Runner = Callable[[Call, bytes], Awaitable[dict[str, Any]]]
 
@@ -63,7 +64,7 @@ class CacheQuery(msgspec.Struct, kw_only=True):
 class ClearQuery(msgspec.Struct, kw_only=True):
     """Whose cache to clear."""
 
-    tenant: Annotated[str, Meta(max_length=256)] = ""
+    tenant: Annotated[str, Meta(max_length=64)] = ""
     """Empty: everybody's."""
 
 
@@ -134,6 +135,10 @@ class CacheRoutes:
         for admin keys."""
         _check_admin(request)
         tenant = query_of(request, ClearQuery).tenant
+        if tenant and not is_tenant_name(tenant):
+            raise bad_request(
+                f"tenant: {tenant!r} is no name of a tenant", param="tenant", code="invalid_query"
+            )
         num_blocks = await self._client.clear_cache(tenant or None)
         return json_response(
             call_of(request), {"object": "cache.cleared", "num_blocks": num_blocks}

@@ -50,6 +50,11 @@ MAX_KEY_LEN = 512
 MAX_PRIORITY = 1_000_000
 
 
+def is_tenant_name(text: str) -> bool:
+    """Test whether a tenant could be called so."""
+    return _NAME.match(text) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """On whose behalf a request runs."""
