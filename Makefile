@@ -24,9 +24,9 @@ test-slow: $(VENV)/.dev  ## The others: servers, benchmarks and examples in proc
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m slow tests
 
 test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
-	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 \
+	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 QUIRE_TEST_DIVISIONS=all \
 	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/server/test_fuzz_models.py tests/server/test_cross_talk.py tests/sim \
-	  tests/core/kvcache/test_allocator_machine.py tests/engine/process tests/engine/test_random_drafts.py tests/weights/gguf
+	  tests/core/kvcache/test_allocator_machine.py tests/engine/process tests/engine/test_processes.py tests/engine/test_random_drafts.py tests/weights/gguf
 
 test-kernels: $(VENV)/.dev  ## The GPU kernels: interpreted, and compiled for compute capabilities 8.0 and 9.0; needs no GPU
 	OMP_NUM_THREADS=1 QUIRE_TEST_KERNELS=all $(BIN)/python -m pytest -q -n auto tests/kernels/triton

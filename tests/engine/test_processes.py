@@ -3,6 +3,7 @@ for bit, log-probabilities included."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,20 @@ DIVISIONS: Mapping[str, dict[str, Any]] = {
     "DP 2 of TP 2": {DP: 2, TP: 2},
 }
 OF_ALL_FORMS = ("dense", "experts", "latent")
+USUAL = {
+    "dense": ("int8", "tiny pool"),
+    "experts": ("bfloat16", "int4", "drafts"),
+    "latent": ("float32", "KV fp8"),
+}
+"""What is tried each time; all of it with QUIRE_TEST_DIVISIONS=all, which takes a quarter of an
+hour."""
 
 
 def cases() -> Iterator[tuple[str, str]]:
+    is_all = os.environ.get("QUIRE_TEST_DIVISIONS") == "all"
     for model in MODELS:
-        for form in FORMS if model in OF_ALL_FORMS else ("bfloat16",):
+        some = tuple(FORMS) if is_all else USUAL.get(model, ())
+        for form in some if model in OF_ALL_FORMS else ("bfloat16",):
             yield model, form
 
 
