@@ -3,6 +3,7 @@ and how it is told to end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -144,7 +145,10 @@ def cpu_s(pid: int) -> float:
 
 def listening(pid: int) -> list[str]:
     """TCP addresses on which a process listens."""
-    fds = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    fds = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            fds.append(os.readlink(fd))
     mine = {name[8:-1] for name in fds if name.startswith("socket:[")}
     lines = [
         line.split()
