@@ -74,6 +74,7 @@ class FakeBackend:
         finally:
             self._writers.discard(writer)
             writer.close()
+            writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
