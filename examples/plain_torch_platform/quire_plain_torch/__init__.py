@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.interface import PackedLinear
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.reference.linear import ReferenceLinear
+from quire.program.operations import Gating
 
 NAME = "plain-torch"
 _STEP = 16
@@ -62,7 +63,7 @@ class PlainTorchKernels(ReferenceKernels):
         ids = (logits == largest[:, None]).int().argmax(dim=-1)  # the lowest of equal ones
         return ids, largest
 
-    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Gating) -> Tensor:
         """See `Kernels.gated_linear`."""
         products = self.linear(x, weight, out_dtype="float32")
         return self.gated(products, activation).to(x.dtype)
