@@ -181,8 +181,15 @@ def test_the_blocks_are_found() -> None:
         and len(PYTHON) >= 8
         and len(COMMAND_LINES) > 20
     )
-    unknown = {block.language for block in BLOCKS} - {"python", "bash", "ebnf"}
+    unknown = {block.language for block in BLOCKS} - {"python", "bash", "ebnf", "toml"}
     assert not unknown, f"blocks in {unknown} are not run by any test"
+
+
+def test_entry_points_name_what_the_example_has() -> None:
+    blocks = [tomllib.loads(block.code) for block in BLOCKS if block.language == "toml"]
+    example = ROOT / "examples/plain_torch_platform/pyproject.toml"
+    project = tomllib.loads(example.read_text(encoding="utf-8"))["project"]
+    assert blocks == [{"project": {"entry-points": project["entry-points"]}}]
 
 
 def test_grammars_are_understood() -> None:
