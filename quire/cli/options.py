@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
+from quire.config.foreign import OTHER_VALUES
 from quire.core.params import GENERATION_CONFIG_KEYS, SamplingParams
-from quire.engine.arg_utils import add_foreign_options
+from quire.engine.arg_utils import add_foreign_options, read_length_option
 
 DEFAULT_MAX_TOKENS = 256
 """Where neither the user nor the model's generation_config.json says how long an answer may be."""
@@ -35,6 +36,14 @@ def _json(text: str) -> dict[str, Any]:
 
 
 _TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, _DICT: _json}
+
+
+def _reader(item: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    if item.name == "max_model_len":
+        return read_length_option
+    if "choices" in item.metadata:  # a value may have another name in vLLM
+        return lambda text: OTHER_VALUES.get(item.name, {}).get(text, text)
+    return _TYPES.get(str(item.type).removesuffix(" | None"), str)
 
 
 class SamplingOption(NamedTuple):
@@ -128,7 +137,7 @@ def add_field_options(
         metavar = None if choices else "SIZE" if kind == "int | str" else _METAVARS.get(kind)
         group.add_argument(
             flag,
-            type=_TYPES.get(kind, str),
+            type=_reader(item),
             choices=choices,
             default=argparse.SUPPRESS,
             metavar=metavar,

@@ -4,11 +4,15 @@ and a suggestion."""
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
 from quire.errors import ConfigError
+
+_UNDERSCORED = re.compile(r"--[a-z0-9]+(?:_[a-z0-9]+)+(?==|\Z)")
+"""An option as keyword arguments spell it, which vLLM takes as well: --max_model_len=8192."""
 
 
 class UsageError(ConfigError):
@@ -33,6 +37,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse; UsageError names an unknown option and what it may have meant.
         SystemExit after --help."""
+        argv = [_UNDERSCORED.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
         args, unknown = self.parse_known_args(argv)
         if unknown and not any(word.startswith("-") for word in unknown):
             # argparse takes a list of files as empty once an option stands before them

@@ -6,12 +6,15 @@ import argparse
 import dataclasses
 import os
 import sys
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from quire.cli.options import add_engine_options, add_field_options, engine_config
 from quire.common.extras import needs_extra
 from quire.config.api import ApiConfig
+from quire.config.foreign import FOREIGN_SERVER_OPTIONS, translate
 from quire.config.serve import ServeConfig
+from quire.engine.arg_utils import add_foreign_options
 
 API_KEYS_VARIABLE = "QUIRE_API_KEYS"
 SHIPPED_MODEL = "quire-storyteller"
@@ -27,50 +30,52 @@ examples:
 exits.
 """
 
-Record = TypeVar("Record", ServeConfig, ApiConfig)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     add_field_options(parser.add_argument_group("server options"), dataclasses.fields(ServeConfig))
     add_field_options(parser.add_argument_group("API options"), dataclasses.fields(ApiConfig))
+    add_foreign_options(parser, FOREIGN_SERVER_OPTIONS)
     add_engine_options(parser, exclude=("skip_tokenizer_init",), default_model=SHIPPED_MODEL)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns when the server has been told to end."""
-    serve_config, api_config = _record(ServeConfig, args), _record(ApiConfig, args)
-    config = engine_config(args, **engine_defaults(api_config, os.environ.get(API_KEYS_VARIABLE)))
+    names = (item.name for item in dataclasses.fields(ServeConfig))
+    serve_config, api = ServeConfig(**_given(names, args)), api_config(args)
+    config = engine_config(args, **engine_defaults(api, os.environ.get(API_KEYS_VARIABLE)))
     with needs_extra("quire serve", "serve"):
         from quire.engine.assembly.preparation import prepare_model
         from quire.server.lifecycle import Settings, run_server
     from quire.common.json_logs import say_as_json, use_json_logs
 
-    if api_config.json_logs:
+    if api.json_logs:
         use_json_logs()
     prepared = prepare_model(config, is_for_here=False)
-    settings = Settings(serve_config, api_config, os.environ.get(API_KEYS_VARIABLE))
-    return run_server(prepared, settings, say_as_json if api_config.json_logs else _say)
+    settings = Settings(serve_config, api, os.environ.get(API_KEYS_VARIABLE))
+    return run_server(prepared, settings, say_as_json if api.json_logs else _say)
 
 
 def _say(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
 
 
-def engine_defaults(api_config: ApiConfig, api_keys: str | None) -> dict[str, Any]:
+def engine_defaults(api: ApiConfig, api_keys: str | None) -> dict[str, Any]:
     """Return options that a server chooses otherwise than the engine alone, unless they are given:
     where requests come on different accounts, none may be starved by another's burst; and
     `priority` must have an effect wherever it is accepted.
     """
-    has_tenants = bool(api_config.api_keys_file or api_config.api_keys or api_keys)
+    has_tenants = bool(api.api_keys_file or api.api_keys or api_keys)
     return {"scheduling_policy": "fair" if has_tenants else "priority"}
 
 
-def _record(kind: type[Record], args: argparse.Namespace) -> Record:
-    given: dict[str, Any] = {
-        item.name: getattr(args, item.name)
-        for item in dataclasses.fields(kind)
-        if hasattr(args, item.name)
-    }
-    return kind(**given)
+def api_config(args: argparse.Namespace) -> ApiConfig:
+    """Return the API's options, those that go by vLLM's names among them. Raises ConfigError."""
+    own = [item.name for item in dataclasses.fields(ApiConfig)]
+    given = _given((*own, *FOREIGN_SERVER_OPTIONS), args)
+    return ApiConfig(**translate(given, FOREIGN_SERVER_OPTIONS))
+
+
+def _given(names: Iterable[str], args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -257,7 +257,10 @@ class EngineConfig:
     enable_lora: bool = _option(
         False, "serve low-rank adapters (LoRA) beside the model, chosen request by request"
     )
-    max_loras: int = _option(8, "adapters that running requests may use at once")
+    max_loras: int | None = _option(
+        None,
+        "adapters that running requests may use at once; by default 8, or max_cpu_loras if lower",
+    )
     max_lora_rank: int = _option(16, "highest rank of an adapter, at most 512")
     max_cpu_loras: int | None = _option(
         None, "adapters kept in memory, used or not; by default as many as max_loras"

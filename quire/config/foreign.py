@@ -1,4 +1,5 @@
-"""vLLM's options that are not fields of `EngineConfig`: what each becomes here, as one table.
+"""vLLM's options that are no fields of `EngineConfig` or `ApiConfig`: what each becomes here, as
+two tables, the engine's and the server's.
 
 Owns the translation of names and values, and nothing else: what an option does is said where it is
 declared. An option is *renamed* (it exists here under another name), *ignored* (what it requests
@@ -198,12 +199,78 @@ _TABLE: tuple[ForeignOption, ...] = (
     ),
 )
 
+_SERVER_TABLE: tuple[ForeignOption, ...] = (
+    _renamed("tool_call_parser", "tool_parser", None, {"openai": "harmony"}),
+    *_ignored("tools are offered wherever a request brings them", enable_auto_tool_choice=False),
+    *_ignored(
+        "the form of contents that a chat template takes is read off it",
+        chat_template_content_format="auto",
+    ),
+    *_ignored("usage counts cached tokens always", enable_prompt_tokens_details=False),
+    *_ignored(
+        "logs are those of --json-logs",
+        uvicorn_log_level="info",
+        disable_uvicorn_access_log=False,
+        disable_access_log_for_endpoints=None,
+        log_config_file=None,
+        enable_log_outputs=False,
+        enable_log_deltas=True,
+    ),
+    *_ignored("there are no such pages", disable_fastapi_docs=False, enable_offline_docs=False),
+    *_ignored(
+        "lines and headers of a request have limits of their own",
+        h11_max_incomplete_event_size=None,
+        h11_max_header_count=None,
+    ),
+    *_absent("give --allow-origin once for each origin", allowed_origins=None),
+    *_absent(
+        "put a proxy that speaks TLS before the server",
+        ssl_keyfile=None,
+        ssl_certfile=None,
+        ssl_ca_certs=None,
+        ssl_ciphers=None,
+        ssl_cert_reqs=0,
+        enable_ssl_refresh=False,
+        uds=None,
+    ),
+    *_absent(
+        'set stream_options={"include_usage": true} in the request',
+        enable_force_include_usage=False,
+    ),
+    *_absent("set return_tokens_as_token_ids in the request", return_tokens_as_token_ids=False),
+    *_absent("set chat_template_kwargs in the request", default_chat_template_kwargs=None),
+    *_absent("set thinking_token_budget in the request", reasoning_config=None),
+    *_absent("give --chat-template", trust_request_chat_template=False),
+    *_absent("use /metrics, or OTEL_EXPORTER_OTLP_ENDPOINT", enable_per_request_metrics=False),
+    *_absent("use /tokenize and /detokenize", enable_tokenizer_info_endpoint=False),
+    *_absent("answers have the role that their API gives them", response_role="assistant"),
+    *_absent(
+        "code is not loaded by name; put a proxy before the server",
+        [],
+        "",
+        middleware=None,
+        tool_parser_plugin=None,
+        reasoning_parser_plugin=None,
+        tool_server=None,
+    ),
+    *_absent("start several servers behind `quire route`", 1, api_server_count=None),
+)
+
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {each.name: each for each in _TABLE}
-"""By vLLM's name."""
+"""The engine's, by vLLM's name."""
+FOREIGN_SERVER_OPTIONS: Mapping[str, ForeignOption] = {each.name: each for each in _SERVER_TABLE}
+"""The server's, by vLLM's name."""
 
 OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "max_model_len": {"auto": None, "-1": None},
+    "reasoning_parser": {
+        "": "auto",
+        "deepseek_r1": "think",
+        "glm45": "think",
+        "qwen3": "think",
+        "openai_gptoss": "harmony",
+    },
 }
 """Values of our own options that vLLM calls otherwise, by the text of the value."""
 
@@ -211,16 +278,18 @@ _SHORT_LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM])")
 _FACTORS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 
-def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under the names and values that they have here. None everywhere means "you
-    decide", and is dropped.
+def translate(
+    options: Mapping[str, Any], table: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
+) -> dict[str, Any]:
+    """Return options under the names and values that they have here, by the engine's table or
+    another. None everywhere means "you decide", and is dropped.
 
     Unknown names pass. Raises ConfigError for an option that is given twice, NotAvailableError for
     a feature that there is not.
     """
     translated: dict[str, Any] = {}
     for name, value in options.items():
-        foreign = FOREIGN_OPTIONS.get(name)
+        foreign = table.get(name)
         if foreign is None:
             value = _as_here(name, value)
             if value is not None:

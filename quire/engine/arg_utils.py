@@ -144,13 +144,13 @@ def _add_option(group: argparse._ArgumentGroup, item: Field[Any]) -> None:
         )
 
 
-def add_foreign_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Add vLLM's options that a parser lacks, unlisted in its help; returns their names.
-    Absent unless they are given."""
+def add_foreign_options(
+    parser: argparse.ArgumentParser, table: Mapping[str, ForeignOption] = FOREIGN_OPTIONS
+) -> list[str]:
+    """Add vLLM's options that a parser lacks, of the engine or of another table, unlisted in its
+    help; returns their names. Absent unless they are given."""
     known = {option for action in parser._actions for option in action.option_strings}
-    lacking = [
-        each for each in FOREIGN_OPTIONS.values() if f"--{each.name.replace('_', '-')}" not in known
-    ]
+    lacking = [each for each in table.values() if f"--{each.name.replace('_', '-')}" not in known]
     for each in lacking:
         flag, hidden = f"--{each.name.replace('_', '-')}", argparse.SUPPRESS
         if each.is_switch:
@@ -173,7 +173,7 @@ def add_foreign_options(parser: argparse.ArgumentParser) -> list[str]:
 def _reader(item: Field[Any]) -> Callable[[str], Any]:
     kind = str(item.type).removesuffix(" | None")
     if item.name == "max_model_len":
-        return _length
+        return read_length_option
     known: Mapping[str, Callable[[str], Any]] = {
         "int": int,
         "float": float,
@@ -183,7 +183,7 @@ def _reader(item: Field[Any]) -> Callable[[str], Any]:
     return known.get(kind, _value)
 
 
-def _length(text: str) -> int | str:
+def read_length_option(text: str) -> int | str:
     """Return a length in any of its spellings; -1 and auto are translated with the other
     options."""
     try:

@@ -20,9 +20,12 @@ from stuck_output import stuck_output
 from timing import timed
 
 from quire.cli.main import COMMANDS, main
+from quire.cli.options import engine_config
 from quire.cli.parser import Parser
-from quire.cli.serve import engine_defaults
+from quire.cli.serve import add_arguments as add_serve_arguments
+from quire.cli.serve import api_config, engine_defaults
 from quire.config.api import ApiConfig
+from quire.errors import ConfigError, NotAvailableError
 
 Quire = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -285,6 +288,23 @@ def test_an_interrupt_of_the_imports_ends_the_command(command: str, tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "quire: interrupted\n")
+
+
+def test_a_command_line_for_vllms_server_is_understood() -> None:
+    parser = Parser("quire serve", "serve a model")
+    add_serve_arguments(parser)
+    words = (
+        "--max_model_len=2k --enable_auto_tool_choice --tool-call-parser openai "
+        "--reasoning-parser qwen3 --enable-prompt-tokens-details --gpu_memory_utilization 0.5"
+    )
+    args = parser.parse(words.split())
+    assert api_config(args) == ApiConfig(tool_parser="harmony", reasoning_parser="think")
+    config = engine_config(args)
+    assert (config.max_model_len, config.memory_utilization) == (2000, 0.5)
+    with pytest.raises(NotAvailableError, match=r"ssl_keyfile='key\.pem' is not"):
+        api_config(parser.parse(["--ssl-keyfile", "key.pem"]))
+    with pytest.raises(ConfigError, match="tool_call_parser and tool_parser are the same option"):
+        api_config(parser.parse(["--tool-call-parser", "hermes", "--tool-parser", "mistral"]))
 
 
 def test_a_server_with_tenants_shares_fairly_unless_told_otherwise() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
-from quire.config.foreign import FOREIGN_OPTIONS
+from quire.config.foreign import FOREIGN_OPTIONS, FOREIGN_SERVER_OPTIONS, translate
 from quire.errors import ConfigError, NotAvailableError
 
 OWN = {item.name for item in fields(EngineConfig)}
@@ -18,6 +19,28 @@ OWN = {item.name for item in fields(EngineConfig)}
 def test_the_table_holds_no_option_of_our_own_and_renames_only_to_those() -> None:
     assert not set(FOREIGN_OPTIONS) & OWN
     assert {each.text for each in FOREIGN_OPTIONS.values() if each.kind == "renamed"} <= OWN
+    servers = {item.name for item in fields(ApiConfig)}
+    assert not set(FOREIGN_SERVER_OPTIONS) & (OWN | servers | set(FOREIGN_OPTIONS))
+    renamed = {each.text for each in FOREIGN_SERVER_OPTIONS.values() if each.kind == "renamed"}
+    assert renamed <= servers
+
+
+@pytest.mark.parametrize("name", FOREIGN_SERVER_OPTIONS)
+def test_an_option_of_the_server_is_taken_explained_or_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    option = FOREIGN_SERVER_OPTIONS[name]
+    for value in (None, option.default, *option.neutral):
+        assert translate({name: value}, FOREIGN_SERVER_OPTIONS) == {}
+    assert not caplog.text
+    if option.kind == "renamed":
+        assert translate({name: "hermes"}, FOREIGN_SERVER_OPTIONS) == {option.text: "hermes"}
+    elif option.kind == "ignored":
+        assert translate({name: "other"}, FOREIGN_SERVER_OPTIONS) == {}
+        assert f"option {name} has no effect: {option.text}" in caplog.text
+    else:
+        with pytest.raises(NotAvailableError, match=f"{name}='other' is not available"):
+            translate({name: "other"}, FOREIGN_SERVER_OPTIONS)
 
 
 def test_every_option_takes_its_neutral_values_in_silence(caplog: pytest.LogCaptureFixture) -> None:

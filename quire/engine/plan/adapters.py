@@ -24,6 +24,10 @@ class AdapterPlan(NamedTuple):
     reason: str
 
 
+_MAX_ACTIVE = 8
+"""Adapters in use at once, unless the user says how many."""
+
+
 def plan_adapters(config: EngineConfig, spec: DecoderSpec, dtype: str) -> AdapterPlan | None:
     """Decide; None where none are served. Raises ConfigError for numbers that cannot work."""
     if not config.enable_lora:
@@ -32,14 +36,15 @@ def plan_adapters(config: EngineConfig, spec: DecoderSpec, dtype: str) -> Adapte
         raise ConfigError(
             f"max_lora_rank={config.max_lora_rank} is too high: at most {MAX_RANK} are supported"
         )
-    max_loaded = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
-    if max_loaded < config.max_loras:
+    max_active = config.max_loras or min(_MAX_ACTIVE, config.max_cpu_loras or _MAX_ACTIVE)
+    max_loaded = config.max_cpu_loras or max_active
+    if max_loaded < max_active:
         raise ConfigError(
-            f"max_cpu_loras={max_loaded} is below max_loras={config.max_loras}, which are in "
+            f"max_cpu_loras={max_loaded} is below max_loras={max_active}, which are in "
             "memory while they are used; raise the first or lower the second"
         )
     bytes_each = adapter_bytes(spec, config.max_lora_rank, dtype)
     reason = f"{max_loaded} of rank {config.max_lora_rank}, {format_bytes(bytes_each)} each"
     return AdapterPlan(
-        config.max_loras, max_loaded, config.max_lora_rank, max_loaded * bytes_each, reason
+        max_active, max_loaded, config.max_lora_rank, max_loaded * bytes_each, reason
     )
