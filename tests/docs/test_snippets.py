@@ -9,7 +9,9 @@ resolved: the target, the tests, the requirement exist.
 from __future__ import annotations
 
 import functools
+import gzip
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -220,6 +222,14 @@ def test_commands_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    request = {
+        "arrival_s": 0,
+        "prompt_tokens": 64,
+        "output_tokens": 2,
+        "block_hashes": [1, 2, 3, 4],
+    }
+    with gzip.open(tmp_path / "multiturn.jsonl.gz", "wt", encoding="utf-8") as trace:
+        trace.write(f"{json.dumps(request)}\n" * 3)
     code = main(_words(line)[1:])
     captured = capsys.readouterr()
     assert code == 0 and captured.out + captured.err, captured.err
