@@ -5,6 +5,7 @@ way. Back ends are small servers in the same event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Coroutine
@@ -208,10 +209,11 @@ def test_a_back_end_that_says_nothing_is_given_up_and_its_requests_go_elsewhere(
 
 def test_a_probe_that_trickles_keeps_no_other_waiting() -> None:
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        while not writer.transport.is_closing():
-            writer.write(b"x")
-            await asyncio.sleep(0.02)
+        with contextlib.closing(writer):
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not writer.transport.is_closing():
+                writer.write(b"x")
+                await asyncio.sleep(0.02)
 
     async def run() -> None:
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)

@@ -4,6 +4,7 @@ that tell whose they are, and every way of failing there is."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -72,8 +73,10 @@ class FakeBackend:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            self._writers.discard(writer)
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            self._writers.discard(writer)
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
