@@ -78,7 +78,13 @@ def _run(engine: Engine, temperature: float, after_step: Any = lambda: None) -> 
     return {name: each.outputs[0].token_ids for name, each in outputs.items()}
 
 
-@pytest.mark.parametrize("circumstances", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 4}])
+@pytest.mark.parametrize(
+    "circumstances",
+    [
+        {},
+        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 4}, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", _HEADS)
 def test_heads_draft_what_their_definitions_say(
     name: str, circumstances: dict[str, Any], tmp_path: Path
