@@ -54,6 +54,8 @@ class ConnectorOptions:
     """How long a producer keeps what is not fetched."""
     pull_timeout_s: float = 10.0
     """How long a consumer waits for one transfer before it computes."""
+    pull_buffer_size: float = 1e9
+    """Bytes that a consumer has under way at most, from the connection to the pool."""
 
     def __post_init__(self) -> None:
         for name in ("secret_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_file", "folder"):
@@ -64,7 +66,8 @@ class ConnectorOptions:
             isinstance(host, str) for host in self.hosts
         ):
             raise ConfigError(f"{NAME}: hosts={self.hosts!r} must be a list of host names")
-        for name, most in (("lease_s", 86_400.0), ("pull_timeout_s", 600.0)):
+        most_of = {"lease_s": 86_400.0, "pull_timeout_s": 600.0, "pull_buffer_size": 2.0**50}
+        for name, most in most_of.items():
             _check_number(name, getattr(self, name), most)
         given = [self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_file]
         if any(given) and not all(given):

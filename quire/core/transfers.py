@@ -37,10 +37,10 @@ class TransferOrder(NamedTuple):
     "stage": copy `blocks` (for each place one of each group) of a prompt, and keep them under
     `lease`. "pull": fetch tokens of `remote` from place `first` up to the place `end`. "place":
     write what was pulled, from the place `first` on, into `blocks`. "cancel": what was pulled is
-    not needed.
+    not needed. "forget": nor is anything that was pulled under an earlier order.
     """
 
-    verb: Literal["stage", "pull", "place", "cancel"]
+    verb: Literal["stage", "pull", "place", "cancel", "forget"]
     number: int = 0
     """Of a pull, with all that follows it."""
     content: bytes = b""

@@ -148,7 +148,7 @@ class NullMemory:
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Return a copy of what is in some blocks, one behind the other."""
         parts = [each[block] for block in blocks for each in self._both]
-        return np.concatenate([part.view(np.uint8) for part in parts])
+        return np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
 
     def write_blocks(self, blocks: Sequence[int], payload: NDArray[np.uint8]) -> None:
         """Write what `read_blocks` returned into as many blocks."""

@@ -9,10 +9,11 @@ succeeds again, and a producer that was silent is not waited for again for a whi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from quire.transfer.connectors import (
     MAX_WAIT_S,
     Connector,
     Producer,
+    Pulled,
     PullWish,
     make_connector,
     pull,
@@ -37,8 +39,6 @@ from quire.transfer.wire import EndFacts, PullRequest, WireError
 
 logger = logging.getLogger(__name__)
 
-MAX_PULLED_BYTES = 1 << 30
-"""Fetched and not yet placed; what would be more fails, and is computed."""
 _NUM_PULLERS = 4
 _SILENT_S = 5.0
 """A producer that has let a deadline pass is not asked again for so long."""
@@ -98,6 +98,7 @@ class TransferredBlocks:
         self._pulling: set[int] = set()
         """Pulls that have not been cancelled, and whose outcome has not been told."""
         self._arrived: dict[int, _Arrived] = {}
+        self._max_bytes, self._bytes_under_way = int(extra.pull_buffer_size), 0
         self._news: list[TransferNews] = []
         self._silent_until: dict[str, float] = {}
         self._failing: set[str] = set()
@@ -129,13 +130,18 @@ class TransferredBlocks:
                 case "pull":
                     with self._change:
                         self._pulling.add(order.number)
-                    self._pullers.submit(self._pull, order)
+                    self._pullers.submit(self._pull, order, time.monotonic())
                 case "place":
                     self._place(order)
                 case "cancel":
                     with self._change:
                         self._pulling.discard(order.number)
                         self._arrived.pop(order.number, None)
+                case "forget":
+                    with self._change:
+                        self._pulling.clear()
+                        self._arrived.clear()
+                        self._news.clear()
 
     def take_news(self, wait_s: float) -> tuple[Record, ...]:
         with self._change:
@@ -167,7 +173,8 @@ class TransferredBlocks:
         groups = []
         for group, start in enumerate(starts):
             blocks = [place[group] for place in order.blocks[start:]]
-            groups.append(self._memory.read_blocks(blocks).reshape(len(blocks), -1))
+            found = self._memory.read_blocks(blocks)  # none of a prompt that fills no block
+            groups.append(found.reshape(len(blocks), self._layout.block_bytes))
         self._stager.submit(self._keep, order, groups, starts)
 
     def _place(self, order: TransferOrder) -> None:
@@ -198,8 +205,13 @@ class TransferredBlocks:
             size = self._layout.block_size
             num_tokens = len(order.blocks) * size
             at = [start * size for start in starts]
+            encoded = encode(self._layout, groups, at, num_tokens)
             shelf = self._connector.shelf()
-            chunks = shelf.put(encode(self._layout, groups, at, num_tokens))
+            try:
+                chunks = shelf.put(encoded)
+            except BaseException:
+                shelf.close()
+                raise
             lease = StagedPrompt(
                 order.content,
                 0.0,
@@ -213,9 +225,12 @@ class TransferredBlocks:
         except Exception as error:  # the lease ends unfilled: its consumer computes
             log_failure(logger, "a prompt could not be kept for its consumer", error)
 
-    def _pull(self, order: TransferOrder) -> None:
-        remote, started_s = order.remote, time.monotonic()
+    def _pull(self, order: TransferOrder, started_s: float) -> None:
+        remote = order.remote
         assert remote is not None
+        with self._change:
+            if order.number not in self._pulling:
+                return  # given up while it waited for a thread
         try:
             arrived = self._fetch(order, remote, started_s + self._timeout_s)
         except Exception as error:
@@ -234,21 +249,41 @@ class TransferredBlocks:
             self._change.notify_all()
 
     def _fetch(self, order: TransferOrder, remote: RemotePrefix, deadline_s: float) -> _Arrived:
-        """Raises OSError, WireError or ValueError."""
+        """Fetch what is ordered. Raises OSError, WireError or ValueError."""
         layout, size = self._layout, self._layout.block_size
         first, end = order.first * size, order.end * size
         with self._change:
-            held = sum(each.num_bytes for each in self._arrived.values())
             silent_s = self._silent_until.get(_key(remote), 0.0) - time.monotonic()
-        most = (end - first) * layout.bytes_per_token
         if silent_s > 0:
             raise WireError("it was silent a moment ago")
-        if held + most > MAX_PULLED_BYTES:
-            raise WireError(f"{most} bytes are more than may be under way")
-        most += 4 * max(MIN_CHUNK_BYTES, 32 * layout.bytes_per_token)
+        most = (end - first) * layout.bytes_per_token
         ask = PullRequest(remote.lease, order.content, first, end, MAX_WAIT_S)
-        settings = self._ready_settings(deadline_s - time.monotonic())
-        pulled = pull(self._connector, settings, PullWish(remote, ask, most, deadline_s))
+        with self._room_for(most):
+            settings = self._ready_settings(deadline_s - time.monotonic())
+            most += 4 * max(MIN_CHUNK_BYTES, 32 * layout.bytes_per_token)
+            pulled = pull(self._connector, settings, PullWish(remote, ask, most, deadline_s))
+            return self._arranged(order, pulled, first, end)
+
+    @contextlib.contextmanager
+    def _room_for(self, num_bytes: int) -> Iterator[None]:
+        """Count bytes as under way. Raises WireError where they are too many."""
+        with self._change:
+            held = sum(each.num_bytes for each in self._arrived.values()) + self._bytes_under_way
+            if held + num_bytes > self._max_bytes:
+                raise WireError(
+                    f"{num_bytes} bytes beside the {held} that are under way are more than "
+                    f"pull_buffer_size={self._max_bytes}"
+                )
+            self._bytes_under_way += num_bytes
+        try:
+            yield
+        finally:
+            with self._change:
+                self._bytes_under_way -= num_bytes
+
+    def _arranged(self, order: TransferOrder, pulled: Pulled, first: int, end: int) -> _Arrived:
+        """Return what was pulled, of tokens [first, end), as blocks. Raises WireError."""
+        layout, size = self._layout, self._layout.block_size
         if len(pulled.starts) != len(layout.group_of):
             raise WireError(f"{len(pulled.starts)} layers, where there are {len(layout.group_of)}")
         end = max(first, min(end, pulled.num_tokens // size * size))
@@ -269,22 +304,27 @@ class TransferredBlocks:
     def _fail(self, order: TransferOrder, remote: RemotePrefix, error: Exception) -> None:
         """Report that nothing came, and say so in the log if the last time was no failure."""
         key, reason = _key(remote), str(error) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            reason = "it took too long"
         with self._change:
             is_new = key not in self._failing
-            if len(self._failing) < _MAX_PRODUCERS:
-                self._failing.add(key)
+            if is_new and len(self._failing) >= _MAX_PRODUCERS:
+                self._failing.clear()
+            self._failing.add(key)
             if isinstance(error, TimeoutError):
-                reason = "it took too long"
                 if len(self._silent_until) >= _MAX_PRODUCERS:
                     self._silent_until.clear()
                 self._silent_until[key] = time.monotonic() + _SILENT_S
+        if is_new:
+            self._log_failure(key, reason, error)
+        with self._change:
             if order.number in self._pulling:
                 self._pulling.discard(order.number)
                 self._news.append(TransferNews("failed", order.number, reason=reason))
             self._change.notify_all()
-        if not is_new:
-            return
-        what = f"a prompt's KV did not come from {key[:200]}, and is computed"
+
+    def _log_failure(self, key: str, reason: str, error: Exception) -> None:
+        what = f"a prompt's KV did not come from {key[:200]!r}, and is computed"
         if isinstance(error, OSError | WireError):
             logger.warning("%s: %s (said once until one comes)", what, reason)
         else:

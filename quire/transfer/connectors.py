@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quire.common.failures import log_failure
+from quire.common.lookup import look_up
 from quire.config.transfer import NAME, SHARED_MEMORY, UNIX, KVTransferConfig, is_loopback
 from quire.core.transfers import RemotePrefix
 from quire.errors import ConfigError
@@ -244,8 +245,7 @@ class TcpConnector:
             raise WireError(
                 f"{remote.host[:200]!r} is another machine, and there is neither a secret nor TLS"
             )
-        timeout_s = max(0.001, deadline_s - time.monotonic())
-        sock = socket.create_connection((remote.host, remote.port), timeout_s)
+        sock = self._open(remote, deadline_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None:
             return sock
@@ -254,6 +254,16 @@ class TcpConnector:
         except BaseException:
             sock.close()
             raise
+
+    def _open(self, remote: RemotePrefix, deadline_s: float) -> socket.socket:
+        """Connect to one of the addresses of a host. Raises OSError."""
+        addresses = look_up(remote.host, remote.port, max(0.001, deadline_s - time.monotonic()))
+        for address in addresses[:-1]:
+            with contextlib.suppress(OSError):
+                left_s = max(0.001, deadline_s - time.monotonic())
+                return socket.create_connection((address, remote.port), left_s)
+        left_s = max(0.001, deadline_s - time.monotonic())
+        return socket.create_connection((addresses[-1], remote.port), left_s)
 
     def send(self, line: Line, lease: StagedPrompt, heads: Sequence[ChunkHead]) -> None:
         chosen = {(head.first, head.end) for head in heads}
@@ -355,7 +365,12 @@ class Producer:
             if not self._free.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had
+                logger.error("a consumer of KV was not served: %s", error)
+                sock.close()
+                self._free.release()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

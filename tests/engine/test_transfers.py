@@ -112,6 +112,15 @@ def stats_of(engine: Engine) -> TransferStats:
     return half.stats
 
 
+def companion_of(engine: Engine) -> Any:
+    (half,) = (
+        each
+        for each in engine.executor.worker.companions._all  # type: ignore[attr-defined]
+        if each.name == "transfers"
+    )
+    return half
+
+
 def computed(producer: Engine, **given: Any) -> dict[str, Any]:
     """Have a prompt computed; what the answer says of it."""
     found = answer(producer, ASKED, max_tokens=1, **given).kv_transfer_params
@@ -198,6 +207,19 @@ def test_a_tiny_pool_takes_what_it_can(make: Make) -> None:
     assert bits(answer(consumer, found)) == expected
 
 
+def test_a_prompt_shorter_than_a_block_costs_others_nothing(make: Make) -> None:
+    expected, producer = bits(answer(make())), make("producer")
+    short = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": dict(ASKED)})
+    producer.add_request("short", {"prompt_token_ids": PROMPT[:3]}, short)
+    plain = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=1, ignore_eos=True)
+    producer.add_request("plain", {"prompt_token_ids": PROMPT}, plain)
+    outputs = run_all(producer)
+    assert bits(outputs["plain"]) == expected
+    found = outputs["short"].kv_transfer_params
+    prompt = PROMPT[:3]
+    assert bits(answer(make("consumer"), found, prompt)) == bits(answer(make(), None, prompt))
+
+
 def test_another_salt_other_tokens_and_other_weights_are_computed(make: Make) -> None:
     expected, other = bits(answer(make())), [*PROMPT[:40], *range(35)]
     producer = make("producer")
@@ -244,22 +266,26 @@ def test_a_producer_that_is_gone_costs_a_computation_or_the_request(
         assert stats_of(consumer).num_failed == 1, "later ones found it in the cache"
 
 
-def test_a_producer_that_is_silent_is_waited_for_once(make: Make) -> None:
+def test_a_producer_that_was_silent_is_not_connected_to_again_for_a_while(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = computed(make("producer")) | {"remote_port": silent.getsockname()[1]}
-        consumer = make("consumer", transfer={"extra": {"pull_timeout_s": 0.2}})
+        consumer = make("consumer", transfer={"extra": {"pull_timeout_s": 1.0}})
         expected = bits(answer(make()))
-        for _ in range(2):
-            assert bits(answer(consumer, found)) == expected
-            consumer.reset_prefix_cache()
-    assert stats_of(consumer).num_failed == 2
+        assert bits(answer(consumer, found)) == expected
+        silent.accept()[0].close()
+        consumer.reset_prefix_cache()
+        assert bits(answer(consumer, found)) == expected
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+    assert (stats_of(consumer).num_failed, stats_of(consumer).num_late) == (2, 0)
 
 
 def test_a_word_that_never_comes_ends_the_wait(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "GRACE_S", 0.0)
     found = computed(make("producer"))
     consumer = make("consumer", transfer={"extra": {"pull_timeout_s": 0.1}})
-    monkeypatch.setattr(companion.TransferredBlocks, "_pull", lambda self, order: None)
+    monkeypatch.setattr(companion.TransferredBlocks, "_pull", lambda self, *order: None)
     assert bits(answer(consumer, found)) == bits(answer(make()))
     assert stats_of(consumer).num_late == 1
 
@@ -305,12 +331,7 @@ def test_connections_that_are_cut_or_damaged_anywhere_change_no_bit(
 def test_leases_that_nobody_takes_are_given_back(make: Make) -> None:
     producer = make("producer", transfer={"extra": {"lease_s": 0.2}})
     found = computed(producer)
-    (half,) = (
-        each
-        for each in producer.executor.worker.companions._all  # type: ignore[attr-defined]
-        if each.name == "transfers"
-    )
-    leases = half._leases
+    leases = companion_of(producer)._leases
     for _ in range(200):
         if not leases.num_bytes:
             break
@@ -350,6 +371,80 @@ def test_steps_that_are_lost_leave_no_block_that_was_never_written(
     consumer.add_request("lost", {"prompt_token_ids": PROMPT}, params)
     run_all(consumer)
     assert lost and bits(answer(consumer)) == expected
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_was_pulled_before_the_engine_started_over_serves_nothing_after(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    prompts = [PROMPT, [*reversed(PROMPT)]]
+    expected = [bits(answer(make(), None, prompt)) for prompt in prompts]
+    producer, consumer = make("producer"), make("consumer")
+    found = [computed(producer, prompt=prompt) for prompt in prompts]
+    fetch, may_go_on = companion.TransferredBlocks._fetch, threading.Event()
+
+    def late(self: Any, order: Any, *rest: Any) -> Any:
+        if not is_early:
+            assert may_go_on.wait(30) or order.number > 1
+        return fetch(self, order, *rest)
+
+    monkeypatch.setattr(companion.TransferredBlocks, "_fetch", late)
+    half = companion_of(consumer)
+    params = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": found[0]})
+    consumer.add_request("lost", {"prompt_token_ids": prompts[0]}, params)
+    while consumer.scheduler.admission.num_parked == 0:
+        consumer.step()
+    while is_early and not half._arrived:
+        time.sleep(0.001)
+    consumer.start_over("injected")
+    may_go_on.set()
+    assert bits(answer(consumer, found[1], prompts[1])) == expected[1]
+    assert bits(answer(consumer, None, prompts[0])) == expected[0]
+    assert not half._arrived and not half._pulling and not half._bytes_under_way
+
+
+def test_what_is_given_up_before_its_turn_is_not_fetched(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = computed(make("producer")) | {"remote_port": silent.getsockname()[1]}
+        consumer = make("consumer", transfer={"extra": {"pull_timeout_s": 30.0}})
+        half, waiting = companion_of(consumer), threading.Event()
+        for _ in range(companion._NUM_PULLERS):
+            half._pullers.submit(waiting.wait, 30)
+        params = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": found})
+        consumer.add_request("one", {"prompt_token_ids": PROMPT}, params)
+        while not half._pulling:
+            consumer.step()
+        consumer.abort("one")
+        assert bits(answer(consumer)) == bits(answer(make()))
+        waiting.set()
+        half._pullers.shutdown(wait=True)
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
+def test_a_host_name_that_is_looked_up_for_long_costs_the_deadline(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = list[float]()
+
+    def slow(host: str, port: int, timeout_s: float) -> list[str]:
+        looked_up.append(timeout_s)
+        raise TimeoutError(f"{host} was not found in time")
+
+    monkeypatch.setattr(connectors, "look_up", slow)
+    found = computed(make("producer"))
+    consumer = make("consumer", transfer={"extra": {"pull_timeout_s": 5.0}})
+    assert bits(answer(consumer, found)) == bits(answer(make()))
+    assert stats_of(consumer).num_failed == 1 and 0 < looked_up[0] <= 5.0
+
+
+def test_what_is_larger_than_the_buffer_of_the_consumer_is_computed(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = make("consumer", transfer={"extra": {"pull_buffer_size": 1000}})
+    assert bits(answer(consumer, computed(make("producer")))) == bits(answer(make()))
+    assert stats_of(consumer).num_failed == 1 and "pull_buffer_size=1000" in caplog.text
 
 
 def test_an_aborted_request_waits_no_more(make: Make) -> None:

@@ -55,6 +55,8 @@ class TransferStats:
     """Transfers that came to nothing; these prompts were computed."""
     num_late: int = 0
     """Of these, given up because they took too long."""
+    num_orders: int = 0
+    """Pulls that were ordered: no number is used twice, as the companion knows earlier ones."""
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class TransferredPrefixes:
         self.stats = stats
         self._timeout_s, self._fails = timeout_s, fails
         self._blocks: KVBlocks
-        self._orders: list[TransferOrder] = []
+        self._orders = [TransferOrder("forget")] if stats.num_orders else []
         self._pulls: dict[int, _Pull] = {}
         self._tried: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Sequences whose transfer is over, however it ended: there is no second one."""
@@ -88,7 +90,6 @@ class TransferredPrefixes:
         """Leases that were handed over."""
         self._unconfirmed: dict[int, list[PrefixNode]] = {}
         """By the pull: nodes whose blocks are written by a plan that may still be lost."""
-        self._num_orders = 0
 
     @property
     def has_orders(self) -> bool:
@@ -158,13 +159,14 @@ class TransferredPrefixes:
         return self._blocks.num_matched_blocks(sequence), min(end, len(keys.digests))
 
     def _order(self, pull: _Pull) -> None:
-        self._num_orders += 1
-        self._pulls[self._num_orders] = pull
+        self.stats.num_orders += 1
+        number = self.stats.num_orders
+        self._pulls[number] = pull
         sequence = pull.sequence
         ids = sequence.content_ids[: len(sequence.request.prompt_token_ids)]
         order = TransferOrder(
             "pull",
-            self._num_orders,
+            number,
             content=content_digest(pull.keys.root.namespace, ids),
             remote=pull.remote,
             first=pull.first,
@@ -208,11 +210,10 @@ class TransferredPrefixes:
     def lose_flights(self) -> None:
         forget(self._blocks.manager.index, list(chain(*self._unconfirmed.values())))
         self._unconfirmed.clear()
-        self._orders.clear()
-        lost = list(self._pulls)
-        for number in lost:
-            pull = self._cancel(number)
-            assert pull is not None
+        # what an order that was not carried out was to place or cancel is let go of, too
+        self._orders = [TransferOrder("forget")]
+        lost, self._pulls = list(self._pulls.values()), {}
+        for pull in lost:
             self._order(_Pull(pull.sequence, pull.remote, pull.keys, pull.first, pull.end))
 
     def _pulled(self, news: TransferNews) -> list[Settled]:
