@@ -21,6 +21,8 @@ from quire.core.kvcache.prefix import NO_BLOCK, PrefixNode
 
 TENANT_SHARE, TOTAL_SHARE = 0.25, 0.5
 """Of the pool's blocks: what one tenant may keep, and what all may."""
+_MAX_PAST = 1024
+"""Ends of what was forgotten since that may be remembered, beside one for each kept node."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,8 @@ class KeptNodes:
         for node in reversed(nodes):
             known = self._drop(node.digest)
             end_s = until_s if known is None else max(until_s, known.until_s)
-            self._enter(_Kept(node, tenant, end_s, 0))
+            owner = tenant if known is None else known.tenant
+            self._enter(_Kept(node, owner, end_s, 0))
         most = self._pool.num_blocks
         while self.num_of(tenant) > TENANT_SHARE * most:
             self._release_oldest(tenant)
@@ -111,6 +114,10 @@ class KeptNodes:
             self._note_end(kept)
 
     def _note_end(self, kept: _Kept) -> None:
+        if len(self._ends) > 2 * len(self._kept) + _MAX_PAST:  # most are of what was forgotten
+            self._ending = {digest: each.until_s for digest, each in self._kept.items()}
+            self._ends = [(end_s, digest) for digest, end_s in self._ending.items()]
+            heapq.heapify(self._ends)
         self._ending[kept.node.digest] = kept.until_s
         heapq.heappush(self._ends, (kept.until_s, kept.node.digest))
 

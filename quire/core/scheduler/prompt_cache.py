@@ -24,7 +24,7 @@ MAX_REMEMBERED = 1 << 15
 """Evicted places, by which a miss is told from a prompt that never came: half a million tokens in
 blocks of 16."""
 MAX_NAMESPACES = 1 << 12
-"""Of which it is known whose they are; the least recently used is forgotten first."""
+"""Of which it is known whose they are, beside those of which something is cached."""
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class PromptCache:
         self._now = 0.0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._tenants: OrderedDict[Namespace, set[str]] = OrderedDict()
+        self._max_namespaces = MAX_NAMESPACES
         self._is_clearing = False
 
     def attach(self, blocks: KVBlocks) -> None:
@@ -114,11 +115,20 @@ class PromptCache:
             tenants = self._tenants.setdefault(request.namespace, set())
             tenants.add(request.tenant)
             self._tenants.move_to_end(request.namespace)
-            if len(self._tenants) > MAX_NAMESPACES:
-                self._tenants.popitem(last=False)
+            if len(self._tenants) > self._max_namespaces:
+                self._forget_namespaces()
             num_places = sequence.num_prompt_tokens // keys.block_size
             digests = tuple(keys.digests[:num_places])
             self.events.asked(request.request_id, digests, sequence.num_prompt_tokens)
+
+    def _forget_namespaces(self) -> None:
+        """Forget whose the least recently used namespaces are, where nothing of them is cached; the
+        others are no more than the pool has blocks."""
+        index = self._blocks.manager.index
+        for name in list(self._tenants)[:-MAX_NAMESPACES]:
+            if not index.root(name).children:
+                del self._tenants[name]
+        self._max_namespaces = max(MAX_NAMESPACES, 2 * len(self._tenants))
 
     def release(self, sequence: Sequence) -> None:
         """Keep its prompt, if it is to be kept; the whole blocks of it that are cached."""
@@ -160,7 +170,7 @@ class PromptCache:
             if child is None:  # it was found, and has made room for this very sequence
                 return CacheMiss("new", num_missed)
             node = child
-        if not node.children:
+        if not num_hit or not node.children:  # others may have nothing in common with it
             return CacheMiss("new", num_missed)
         return CacheMiss("differs", num_missed)
 
@@ -174,8 +184,9 @@ class PromptCache:
         """Do nothing: it is forgotten next."""
 
     def forgotten(self, node: PrefixNode) -> None:
+        num_before = self.kept.num_evicted
         self.kept.forget(node, is_eviction=not self._is_clearing)
-        self.stats.num_kept_evicted = self.kept.num_evicted
+        self.stats.num_kept_evicted += self.kept.num_evicted - num_before
         if self._is_clearing:
             return
         self._evicted[node.digest] = None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from quire.core.kvcache.audit import audit_kept
+from quire.core.kvcache.prefix import PrefixNode
 from quire.core.request import CacheMiss, Request
+from quire.core.scheduler import prompt_cache
 from quire.core.scheduler.prompt_cache import CacheStats, PromptCache
 
 PROMPT = list(range(100, 122))
@@ -27,6 +31,17 @@ class Cached:
         self.harness.check(request)
         audit_kept(self.cache.kept, self.harness.scheduler.manager)
         return request
+
+    def nodes(self, prompt: list[int]) -> list[PrefixNode]:
+        """The cached nodes of a prompt of the namespace that is none, from its beginning on."""
+        index = self.harness.scheduler.manager.index
+        keys = index.keys(())
+        keys.extend_to(prompt)
+        found, node = list[PrefixNode](), index.root(())
+        for tokens, digest in zip(keys.tokens, keys.digests, strict=True):
+            node = index.child(node, tokens, digest)
+            found.append(node)
+        return found
 
     def flood(self, name: str) -> None:
         """Other prompts, of more blocks than there are."""
@@ -86,13 +101,49 @@ def test_misses_are_told_apart(harness: Any) -> None:
     first = run.ask("new", PROMPT)
     assert first.metrics.cache_miss == CacheMiss("new", 20)
     assert run.ask("hit", PROMPT).metrics.cache_miss == CacheMiss("", 0)
+    unlike = run.ask("unlike", list(range(300, 322)))
+    assert unlike.metrics.cache_miss == CacheMiss("new", 20)
     other = run.ask("differs", [*PROMPT[:10], *range(200, 210)])
     assert other.metrics.cache_miss == CacheMiss("differs", 16 - 10)
     unread = run.ask("unread", PROMPT, reads_cache=False)
     assert unread.metrics.cache_miss == CacheMiss("not_read", 20)
     off = Cached(harness, enable_prefix_caching=False).ask("off", PROMPT)
     assert off.metrics.cache_miss == CacheMiss("disabled", 22)
-    assert run.cache.stats.num_missed_tokens == {"new": 20, "differs": 6, "not_read": 20}
+    assert run.cache.stats.num_missed_tokens == {"new": 40, "differs": 6, "not_read": 20}
+
+
+def test_a_tenant_that_keeps_what_another_keeps_does_not_take_it_over(harness: Any) -> None:
+    run = Cached(harness)
+    run.ask("a", PROMPT, keep_s=1e6, tenant="a")
+    run.ask("b", PROMPT, keep_s=1e6, tenant="b")
+    assert (run.cache.kept.num_of("a"), run.cache.kept.num_of("b")) == (5, 0)
+    for number in range(3):
+        run.ask(f"b{number}", [number, *PROMPT], keep_s=1e6, tenant="b")
+    assert (run.cache.kept.num_of("a"), run.cache.kept.num_of("b")) == (5, 10)
+
+
+def test_a_prompt_that_is_kept_and_evicted_again_and_again_leaves_nothing(harness: Any) -> None:
+    run = Cached(harness, max_model_len=160)
+    run.ask("first", PROMPT, keep_s=1e6)
+    kept, (*_, node) = run.cache.kept, run.nodes(PROMPT)
+    for number in range(10_000):
+        kept.keep([node], "default", 1e6 + number)
+        kept.forget(node, is_eviction=True)
+    assert len(kept._ends) < 4096 and len(kept._ending) < 4096
+    audit_kept(kept, run.harness.scheduler.manager)
+
+
+def test_thousands_of_salts_do_not_hide_whose_a_prompt_is(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_cache, "MAX_NAMESPACES", 8)
+    run = Cached(harness)
+    run.ask("a", PROMPT, tenant="a", namespace=("salt", "a"), keep_s=1e6)
+    for number in range(100):
+        run.ask(f"b{number}", 3, tenant="b", namespace=("salt", f"b{number}"))
+    assert len(run.cache._tenants) <= 2 * 40, "no more than a pool of 40 blocks explains"
+    assert run.cache.clear("a") == 5
+    assert hits(run.ask("again", PROMPT, tenant="a", namespace=("salt", "a"))) == 0
 
 
 def test_clearing_a_tenant_leaves_what_others_have_used_too(harness: Any) -> None:
