@@ -132,6 +132,29 @@ def test_a_prefill_back_end_that_fails_costs_no_request(failure: str) -> None:
         play(scene, **options)
 
 
+@pytest.mark.parametrize(("status", "is_failure"), [(400, False), (429, False), (404, True)])
+def test_a_refusal_of_one_request_is_no_failure_of_the_back_end(
+    status: int, is_failure: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(up: Routed, prefiller: Prefiller, backend: FakeBackend) -> None:
+        prefiller.status, prefiller.answer = status, {"error": {"message": "no"}}
+        for _ in range(2):
+            assert words(await up.stream(BODY)) == answer_text(BODY)
+        assert len(prefiller.bodies) == 2
+        assert ("does not compute prompts" in caplog.text) == is_failure
+
+    play(scene)
+
+
+def test_half_of_a_surrogate_pair_is_handed_on_as_it_came() -> None:
+    async def scene(up: Routed, prefiller: Prefiller, backend: FakeBackend) -> None:
+        body = {**BODY, "prompt": "once " * 200 + "\ud83d", "user": "\udc00"}
+        assert (await up.post("/v1/completions", body)).status == 200
+        assert prefiller.bodies[0]["prompt"] == backend.bodies[0]["prompt"] == body["prompt"]
+
+    play(scene)
+
+
 def test_a_wrong_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not a URL"):
         PrefillStage(RouteConfig(backend=("http://a:1",), prefill_backend=("ftp://x",)))
