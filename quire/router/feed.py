@@ -27,6 +27,8 @@ _WAIT_MS = 10_000
 _SPARE_S = 10.0
 """Beyond the wait for events, for the answer to come."""
 _RETRY_S, _REFUSED_S = 2.0, 60.0
+_PAUSE_S = 0.05
+"""After an answer, so that a busy back end is not asked once a step."""
 _ROUND_S = 0.5
 """Between two looks at which back ends there are."""
 
@@ -108,6 +110,7 @@ class Feeds:
                     place = (batch.log, batch.last)
                 else:  # it was forgotten meanwhile: from a snapshot on
                     place = ("", 0)
+                await asyncio.sleep(_PAUSE_S)
                 continue
             if memory is not None and memory.is_followed:
                 memory.unfollow()

@@ -18,17 +18,18 @@ from quire.routing.memory import PrefixMemory
 
 NUM_UNDER_WAY = 64
 """Of the last prompts: more than are computed between two batches of events."""
-MAX_ASKED = 4096
-"""Requests whose events may yet come."""
+MAX_ASKED, MAX_ASKED_CHUNKS = 4096, 1 << 18
+"""Requests whose events may yet come, and chunks of them together (some 10 MB)."""
 
 
 class ObservedMemory:
-    """One replica's cache. Bounded as `PrefixMemory` is."""
+    """One replica's cache. Bounded as `PrefixMemory` is, and by `MAX_ASKED_CHUNKS`."""
 
     def __init__(self, max_chunks: int) -> None:
         self._guess = PrefixMemory(max_chunks)
         self._max_chunks = max_chunks
         self._asked: OrderedDict[str, Ask] = OrderedDict()
+        self._num_asked_chunks = 0
         self._under_way: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         """Chunks of the prompts that are not yet known to be computed, by their requests."""
         self._num_under_way = Counter[int]()
@@ -60,11 +61,13 @@ class ObservedMemory:
     def add(self, ask: Ask) -> None:
         """Note a prompt that is sent there."""
         self._guess.add(ask.chunks)
-        if not ask.request_id or not ask.chunks:
+        if not self.is_followed or not ask.request_id or not ask.chunks:
             return
+        self._take(ask.request_id)
         self._asked[ask.request_id] = ask
-        if len(self._asked) > MAX_ASKED:
-            self._asked.popitem(last=False)
+        self._num_asked_chunks += len(ask.chunks)
+        while len(self._asked) > MAX_ASKED or self._num_asked_chunks > MAX_ASKED_CHUNKS:
+            self._take(next(iter(self._asked)))
         self._arrive(ask.request_id)
         self._under_way[ask.request_id] = ask.chunks
         self._num_under_way.update(ask.chunks)
@@ -74,14 +77,16 @@ class ObservedMemory:
     def clear(self) -> None:
         """Forget everything: the replica was replaced, or is not followed any more."""
         self._guess.clear()
-        self._under_way.clear()
-        self._num_under_way.clear()
-        self._awaited.clear()
         self.unfollow()
 
     def unfollow(self) -> None:
         """Go back to guessing."""
         self.is_followed = False
+        self._asked.clear()
+        self._num_asked_chunks = 0
+        self._under_way.clear()
+        self._num_under_way.clear()
+        self._awaited.clear()
         self._stored.clear()
         self._blocks.clear()
 
@@ -109,7 +114,7 @@ class ObservedMemory:
         self, request_id: str, blocks: Sequence[str], num_tokens: int, block_size: int
     ) -> None:
         """Note of which blocks the prompt of a request consists."""
-        ask = self._asked.pop(request_id, None)
+        ask = self._take(request_id)
         if ask is None or num_tokens <= 0 or ask.num_prompt_tokens <= 0:
             return
         if not blocks or blocks[-1] in self._stored:
@@ -126,6 +131,11 @@ class ObservedMemory:
             self._blocks.popitem(last=False)
         while len(self._awaited) > MAX_ASKED:
             del self._awaited[next(iter(self._awaited))]
+
+    def _take(self, request_id: str) -> Ask | None:
+        ask = self._asked.pop(request_id, None)
+        self._num_asked_chunks -= 0 if ask is None else len(ask.chunks)
+        return ask
 
     def _arrive(self, request_id: str) -> None:
         """Count a prompt as under way no more."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import httpx
+import pytest
 from routed import routed
 from servers import serve_model
 
@@ -48,7 +49,9 @@ def test_the_router_knows_what_a_server_has_cached_and_what_it_has_not() -> None
         asyncio.run(scene(server.url))
 
 
-def test_a_server_that_tells_other_keys_only_is_guessed_about() -> None:
+def test_a_server_that_tells_other_keys_only_is_guessed_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene(url: str) -> None:
         async with routed(url, backend_api_key="low-secret") as up:
             (replica,) = up.app.fleet.replicas
@@ -57,6 +60,8 @@ def test_a_server_that_tells_other_keys_only_is_guessed_about() -> None:
             assert (await up.post("/v1/completions", BODY)).status == 200
             sent = httpx.Request("POST", url, json=BODY).content
             chunks = AskReader(512, "x").read({}, sent, "default").ask.chunks
+            assert memory.match(chunks) == 2
+            await until(lambda: "to admin keys alone" in caplog.text)
             assert memory.match(chunks) == 2 and not memory.is_followed
 
     keys = key_ring(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quire.router.feed import FeedBatch, FeedEvent, take
+from quire.routing import observed
 from quire.routing.ask import Ask
 from quire.routing.choices import make_balancer
 from quire.routing.observed import NUM_UNDER_WAY, ObservedMemory
@@ -67,15 +70,35 @@ def test_without_events_the_router_guesses() -> None:
     assert memory.match((1, 2, 3)) == 0
 
 
+def test_what_is_remembered_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observed, "MAX_ASKED_CHUNKS", 10)
+    memory = followed()
+    for number in range(5):
+        memory.add(ask(f"r{number}", *range(4 * number, 4 * number + 4)))
+    take(memory, batch(FeedEvent("BlockStored", BLOCKS), prompt("r2", 320, *BLOCKS)))
+    take(memory, batch(prompt("r4", 320, *BLOCKS)))
+    for number in range(NUM_UNDER_WAY):  # whatever is still counted as under way is so no more
+        memory.add(ask(f"s{number}", 1000 + number))
+    assert memory.match((8, 9, 10, 11)) == 0, "forgotten before its blocks were told"
+    assert memory.match((16, 17, 18, 19)) == 4
+    memory.unfollow()
+    assert memory.match((16, 17, 18, 19)) == 4, "guessed: it was sent there"
+    take(memory, batch(prompt("s3", 320, *BLOCKS), is_snapshot=True))
+    assert memory.match((1003,)) == 0, "what was sent before it was lost from sight is unknown"
+
+
 def test_a_replica_that_has_evicted_a_prompt_is_not_taken_to_have_it() -> None:
     balancer = make_balancer("kv-aware")
     loads = [balancer.add(name) for name in ("a", "b")]
+    for each in loads:
+        memory = balancer.memory(each.name)
+        assert memory is not None
+        take(memory, batch(is_snapshot=True))
     share, num_cached = balancer.send(ask("first", *range(8)), loads)
     home = share.load
     share.end()
     memory = balancer.memory(home.name)
     assert memory is not None and num_cached == 0
-    take(memory, batch(is_snapshot=True))
     take(memory, batch(prompt("first", 320, *BLOCKS), FeedEvent("BlockStored", BLOCKS)))
     share, num_cached = balancer.send(ask("again", *range(8)), loads)
     share.end()
