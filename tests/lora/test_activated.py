@@ -1,5 +1,5 @@
 """Activated adapters (aLoRA): used from their invocation on, with the model's own keys and values before
-it, bit for bit, and for nobody else behind it."""
+it, bit for bit, and for no other request behind it."""
 
 from __future__ import annotations
 

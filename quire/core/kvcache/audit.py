@@ -114,7 +114,7 @@ def audit_kept(kept: KeptNodes, manager: KVCacheManager) -> None:
     }
     for block in range(most):
         assert not manager.pool.is_kept(block) or block in kept_blocks, (
-            f"block {block} is handed out last, and nobody keeps it"
+            f"block {block} is handed out last, and is not kept"
         )
     earliest = {digest: end_s for end_s, digest in sorted(kept._ends, reverse=True)}
     for digest, end_s in kept._ending.items():
