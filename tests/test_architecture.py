@@ -205,7 +205,7 @@ MAX_LINES = {
     "quire/server": 15_300,
     "quire/sim": 1_800,
     "quire/spec": 900,
-    "quire/text": 4_400,
+    "quire/text": 4_450,
     "quire/tiers": 950,
     "quire/transfer": 1_400,
     "quire/utils": 100,

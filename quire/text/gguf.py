@@ -42,6 +42,16 @@ _CASED_SPLIT: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN_SPLIT: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CJK: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_PUNCTUATION: Final = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK_V3_SPLIT: Final = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGITS: Final = {"type": "Digits", "individual_digits": True}
 
 
@@ -50,13 +60,31 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 _SPLITS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+    "deepseek-coder": [
+        *map(_split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK)),
+        _DIGITS,
+    ],
+    "deepseek-llm": [  # of V2, too; cased letters are listed one by one in what was published
+        *map(
+            _split, (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", rf"\s?{_PUNCTUATION}", r"\s+$", _CJK)
+        ),
+        _DIGITS,
+    ],
+    "deepseek-v3": [
+        *map(_split, (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK_V3_SPLIT))
+    ],
     "gpt-2": [_split(_GPT2_SPLIT)],
     "gpt-4o": [_split(_CASED_SPLIT)],
     "llama-bpe": [_split(_MODERN_SPLIT % "{1,3}")],
     "qwen2": [_split(_MODERN_SPLIT % "")],
     "smollm": [_DIGITS, _split(_GPT2_SPLIT)],
+    "tekken": [_split(_TEKKEN_SPLIT)],
 }
 """The rule's name (`tokenizer.ggml.pre`) to the steps that cut a text before BPE."""
+
+
+_WHOLE_TOKENS_FIRST: Final = frozenset({"llama-bpe", "tekken"})
+"""Rules of vocabularies in which a piece that is a token is not merged anew."""
 
 
 def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
@@ -156,7 +184,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _GgufVocabulary) -> 
             "type": "BPE",
             "vocab": vocabulary.ids,
             "merges": merges,
-            "ignore_merges": rule == "llama-bpe",
+            "ignore_merges": rule in _WHOLE_TOKENS_FIRST,
         },
     }
 

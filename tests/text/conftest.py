@@ -38,3 +38,18 @@ def tokenizer_folder(
 def load(tokenizer_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
     """Gives the named tokenizer."""
     return cache(lambda name: Tokenizer.from_folder(tokenizer_folder(name)))
+
+
+@pytest.fixture
+def vectors(shared: Path) -> Callable[[str], list[tuple[str, list[int]]]]:
+    """Gives texts and their ids as llama.cpp publishes them for a vocabulary."""
+    folder = shared / "data/tokenizers/llama_cpp_vectors"
+
+    def read(name: str) -> list[tuple[str, list[int]]]:
+        data = (folder / f"ggml-vocab-{name}.gguf.inp").read_bytes()
+        texts = data.decode().split("\n__ggml_vocab_test__\n")
+        lines = (folder / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
+        ids = [[int(each) for each in line.split()] for line in lines]
+        return list(zip(texts, ids, strict=False))
+
+    return read

@@ -69,6 +69,49 @@ def test_byte_level_tokenizers_give_the_same_ids(
         assert converted.decode(ids) == own.decode(ids)
 
 
+def test_deepseek_coders_ids_are_those_that_llama_cpp_publishes(
+    shared: Path, vectors: Callable[[str], list[tuple[str, list[int]]]], tmp_path: Path
+) -> None:
+    packed = shared / "data/tokenizers/llama_cpp_vocab_gguf/ggml-vocab-deepseek-coder.gguf.xz"
+    (tmp_path / "vocab.gguf").write_bytes(lzma.decompress(packed.read_bytes()))
+    metadata = dict(read_gguf(tmp_path / "vocab.gguf").metadata)
+    assert metadata["tokenizer.ggml.pre"] == "deepseek-coder"
+    tokenizer, pairs = Tokenizer(*convert_tokenizer(metadata)), vectors("deepseek-coder")
+    assert len(pairs) > 40
+    for text, ids in pairs:
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "pieces"),
+    [
+        ("deepseek-llm", "Don't stop, 2024!\n\tÉcole: 你好，世界", [
+            "Don", "'", "t", " stop", ",", " ", "2", "0", "2", "4", "!", "\n", "\tÉ", "cole", ":", " ",
+            "你好", "，", "世界",
+        ]),
+        ("deepseek-v3", "Don't stop, 12345!\n\tÉcole: 你好，世界", [
+            "Don", "'t", " stop", ",", " ", "123", "45", "!\n", "\tÉcole", ":", " ", "你好", "，",
+            "世界",
+        ]),
+        ("tekken", "HTTPServer's 12 naïveÉcole /\n\n x", [
+            "HTTPServer", "'s", " ", "1", "2", " naïve", "École", " /\n\n", " x",
+        ]),
+    ],
+)  # fmt: skip
+def test_the_rules_of_deepseek_and_mistral_cut_as_published(
+    rule: str, text: str, pieces: list[str]
+) -> None:
+    kinds = {"Split": tokenizers.pre_tokenizers.Split, "Digits": tokenizers.pre_tokenizers.Digits}
+    steps = [
+        kinds["Digits"](individual_digits=True)
+        if step["type"] == "Digits"
+        else kinds["Split"](tokenizers.Regex(step["pattern"]["Regex"]), behavior="isolated")
+        for step in _SPLITS[rule]
+    ]
+    cut = tokenizers.pre_tokenizers.Sequence(steps).pre_tokenize_str(text)
+    assert [piece for piece, _ in cut] == pieces
+
+
 def test_the_rule_of_gpt_oss_cuts_as_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     public = pytest.importorskip("tiktoken_ext.openai_public")
     regex = pytest.importorskip("regex")
@@ -125,7 +168,7 @@ def _tiny(**changes: Any) -> dict[str, Any]:
                 r"tokenizer\.json beside"
             ),
         ),
-        ({"pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'; supported: gpt-2, gpt-4o"),
+        ({"pre": "viking"}, r"tokenizer\.ggml\.pre='viking'; supported: deepseek-coder, deepseek"),
         ({"tokens": None}, r"no list of texts under tokenizer\.ggml\.tokens"),
         ({"tokens": ["a", "a", "b"]}, "names 1 tokens twice"),
         ({"token_type": [1]}, "token_type does not fit"),

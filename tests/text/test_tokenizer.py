@@ -22,41 +22,26 @@ from quire.weights.folder import resolve_model
 
 NAMES = ["gpt2", "qwen2.5", "qwen3", "phi-3-mini", "falcon", "stories260K"]
 Load = Callable[[str], Tokenizer]
-
-
-def _vectors(shared: Path, name: str) -> list[tuple[str, list[int]]]:
-    """Text and ids as llama.cpp publishes them for a vocabulary."""
-    folder = shared / "data/tokenizers/llama_cpp_vectors"
-    texts = (
-        (folder / f"ggml-vocab-{name}.gguf.inp")
-        .read_bytes()
-        .decode()
-        .split("\n__ggml_vocab_test__\n")
-    )
-    lines = (folder / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
-    return [
-        (text, [int(each) for each in line.split()])
-        for text, line in zip(texts, lines, strict=False)
-    ]
+Vectors = Callable[[str], list[tuple[str, list[int]]]]
 
 
 @pytest.mark.parametrize(
-    ("name", "vectors"),
+    ("name", "vocabulary"),
     [("gpt2", "gpt-2"), ("falcon", "falcon"), ("qwen2.5", "qwen2"), ("qwen3", "qwen2")],
 )
 def test_the_ids_are_those_that_llama_cpp_publishes(
-    load: Load, shared: Path, name: str, vectors: str
+    load: Load, vectors: Vectors, name: str, vocabulary: str
 ) -> None:
-    tokenizer, pairs = load(name), _vectors(shared, vectors)
+    tokenizer, pairs = load(name), vectors(vocabulary)
     assert len(pairs) > 40
     for text, ids in pairs:
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == text
 
 
-def test_sentencepiece_ids_are_those_that_llama_cpp_publishes(load: Load, shared: Path) -> None:
+def test_sentencepiece_ids_are_those_that_llama_cpp_publishes(load: Load, vectors: Vectors) -> None:
     tokenizer = load("phi-3-mini")
-    for text, ids in _vectors(shared, "phi-3"):
+    for text, ids in vectors("phi-3"):
         assert tokenizer.encode(text) == ids, text
 
 
