@@ -68,7 +68,7 @@ def test_answers_are_the_oracles_where_tokens_are_guessed(
         simulation.run()
         num_guessed += simulation.scheduler.stats.num_run_tokens
         num_right += sum(simulation.scheduler.stats.num_right_by_place)
-    assert num_guessed > 4 * num_seeds
+    assert num_guessed > (4 if has_draft_model else 8) * num_seeds
     assert num_right > 0.8 * chance**4 * num_guessed
 
 

@@ -2,8 +2,8 @@
 found, events, and counts by tenant.
 
 A prerequisite that no sequence ever waits for: it hears of admissions, of ends and of the prefix
-index, and changes nothing but the order in which blocks that no sequence uses are evicted. So no answer,
-and no decision on who runs, depends on it.
+index, and changes nothing but the order in which blocks that no sequence uses are evicted. So no
+answer, and no decision on who runs, depends on it.
 """
 
 from __future__ import annotations
