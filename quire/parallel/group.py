@@ -114,7 +114,7 @@ class RankGroup:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Whatever is raised within ends the group, as GroupLostError."""
+        """Whatever is raised within ends the group, as GroupLostError; Ctrl-C as itself."""
         if self.is_lost:
             raise GroupLostError("a rank of the group is gone")
         try:
@@ -122,24 +122,31 @@ class RankGroup:
         except Exception as error:
             self._lose()
             raise GroupLostError(str(error)) from error
+        except BaseException:  # the others are in the middle of what this one has left
+            self._lose()
+            raise
 
     def tell(self, command: RankCommand, run: Callable[[], None] = lambda: None) -> None:
         """Have all processes do the same, each when it comes to it; `run` is this one's part."""
-        self.call(command, run)
-        if self.next_stage is not None:
-            with self.uninterrupted():
+        with self.uninterrupted():
+            self.call(command, run)
+            if self.next_stage is not None:
                 self.next_stage.send(command)
 
     def restart(self) -> None:
         """Replace all ranks but this one. Raises EngineError where they cannot be."""
         logger.error("a rank is lost; %d processes are replaced", len(self._processes))
-        with self._changing:
+        try:
+            with self._changing:
+                self._end()
+                self._sections.reset()
+                for each in self._observers:
+                    each.native.reset()
+                self._launch()
+            self.wait_ready()
+        except BaseException:  # some of them may not have been started
             self._end()
-            self._sections.reset()
-            for each in self._observers:
-                each.native.reset()
-            self._launch()
-        self.wait_ready()
+            raise
 
     def close(self) -> None:
         """End the processes and give the descriptor back. Idempotent."""

@@ -13,6 +13,7 @@ import pytest
 from ranks import LATENT, OLMOE, answers, engine_of, needs_ranks, ranks_of, write_model
 
 from quire.errors import ConfigError
+from quire.kernels.cpu.program import NativeProgram
 
 pytestmark = needs_ranks
 
@@ -92,6 +93,32 @@ def test_a_process_that_dies_in_the_middle_of_a_step_is_noticed(
             threading.Timer(delay, os.kill, (pid, signal.SIGKILL)).start()
             assert answers(engine) == expected
             time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ctrl_c_in_the_middle_of_a_step_leaves_no_part_of_it_to_the_next_one(
+    tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    options = {"max_num_batched_tokens": 96, "distributed_timeout_seconds": 5.0}
+    with engine_of(folder, **options) as engine:
+        expected = answers(engine)
+    with engine_of(folder, **options, **{size: 2}) as engine:
+        run, num_calls = NativeProgram.__call__, 0
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:  # of stages, in the second piece
+                raise KeyboardInterrupt
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(NativeProgram, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answers(engine)
+        assert ranks_of(engine).group.is_lost  # else the others may wait, as this one will
+        assert answers(engine) == expected
 
 
 @pytest.mark.slow
