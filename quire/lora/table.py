@@ -32,8 +32,15 @@ class AdapterTable:
 
     name = ADAPTERS
 
-    def __init__(self, load: Callable[[AdapterOrder], PackedAdapter], max_loaded: int) -> None:
-        self._load, self._max_loaded = load, max_loaded
+    def __init__(
+        self,
+        load: Callable[[AdapterOrder], PackedAdapter],
+        max_loaded: int,
+        note: Callable[[AdapterOrder, PackedAdapter], None],
+    ) -> None:
+        """`note` hears of each order and its adapter before a step uses it, also where it was
+        loaded for an earlier order: the folder of that one may be gone by now."""
+        self._load, self._max_loaded, self._note = load, max_loaded, note
         self._adapters: dict[str, PackedAdapter] = {}
         self._spare: dict[str, PackedAdapter] = {}
         """Loaded for a control plane that started over and may want them again: what there is room
@@ -126,6 +133,7 @@ class AdapterTable:
     def _ask(self, order: AdapterOrder) -> None:
         spare = self._spare.pop(order.digest, None)
         if spare is not None:
+            self._note(order, spare)
             self._adapters[order.digest] = spare
             self._verdicts.append(AdapterVerdict(order.digest, None, order.number))
             return
@@ -151,6 +159,7 @@ class AdapterTable:
             return AdapterVerdict(order.digest, outcome, order.number)
         while self._spare and len(self._adapters) + len(self._spare) >= self._max_loaded:
             del self._spare[next(iter(self._spare))]
+        self._note(order, outcome)
         self._adapters[order.digest] = outcome
         return AdapterVerdict(order.digest, None, order.number)
 

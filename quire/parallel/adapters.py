@@ -35,7 +35,7 @@ class LedAdapters:
         self._slots: WeakKeyDictionary[PackedAdapter, int] = WeakKeyDictionary()
 
     def note(self, adapter: PackedAdapter, files: AdapterFiles) -> None:
-        """Remember what an adapter was read from. For any thread."""
+        """Remember where an adapter's files are now."""
         self._files[adapter] = files
 
     def slots(self, adapters: Sequence[PackedAdapter]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -63,3 +64,26 @@ def test_divided_models_serve_adapters_with_the_same_bits(
         assert answers(llm, chosen[::-1]) == turned, sizes
         assert answers(llm, chosen) == expected, sizes
         llm.close()
+
+
+@needs_ranks
+@pytest.mark.slow
+def test_new_processes_load_an_adapter_from_where_its_files_are_by_then(
+    make_llm: MakeLLM, tmp_path: Path, spec: DecoderSpec
+) -> None:
+    """It stays in the first process's memory, while the copy of its files goes with the last who
+    needs it; the next one gets another."""
+    folder = write_adapter(tmp_path / "a", spec, seed=1)
+    chosen: list[LoRARequest | None] = [LoRARequest("a", 1, str(folder))] * len(PROMPTS)
+    llm = make_llm(max_num_batched_tokens=96, tensor_parallel_size=2)
+    expected = answers(llm, chosen)
+    store = llm.engine.adapters._store
+    assert store is not None
+    store.forget(folder)
+    answers(llm, [None] * len(PROMPTS))  # in the rows of those who had it
+    gc.collect()
+    assert not list(store._root.iterdir())
+    group = ranks_of(llm.engine).group
+    os.kill(group.pids[0], signal.SIGKILL)
+    assert answers(llm, chosen) == expected
+    assert group.num_starts == 2

@@ -59,7 +59,11 @@ class Engine:
 
     def __init__(self, max_active: int = 1, max_loaded: int = 2) -> None:
         self.files = Files()
-        self.table = AdapterTable(self.files.load, max_loaded)
+        self.noted: list[str | None] = []
+        """Folders, of the adapters that may be used."""
+        self.table = AdapterTable(
+            self.files.load, max_loaded, lambda order, _: self.noted.append(order.folder)
+        )
         self.limits = SchedulerLimits(num_blocks=64, max_num_seqs=NUM_ROWS)
         self._sizes = max_active, max_loaded
         self._executor = NullExecutor(NUM_ROWS, 64, self.limits.block_size, companions=[self.table])
@@ -136,6 +140,16 @@ def test_a_control_plane_that_starts_over_finds_what_it_loads() -> None:
         engine.add(name, name)
         assert engine.run() == {name: None}
     assert engine.table.num_bytes <= 2
+
+
+def test_an_adapter_that_is_in_memory_is_noted_with_the_folder_of_its_last_order() -> None:
+    engine = Engine()
+    engine.add("a", "A", "first")
+    assert engine.run() == {"a": None}
+    engine.scheduler.lose_flights()
+    engine.add("b", "A", "second")
+    assert engine.run() == {"b": None}
+    assert engine.files.loads == ["A"] and engine.noted == ["first", "second"]
 
 
 def test_a_load_that_was_given_up_comes_to_nothing() -> None:

@@ -252,13 +252,12 @@ def _build_worker(
         logger.warning("slow reference kernels are used: %s", reason)
     states = planned.files.states(plan.config.tokenizer)
     part = None if group is None else part_of(plan, group.shared)
-    load_adapter, led = adapter_loader(plan, selection.kernels, part), None
-    if group is not None and load_adapter is not None:
+    led = None
+    if group is not None and plan.adapters is not None:
         from quire.parallel.adapters import LedAdapters
 
         led = LedAdapters(group)
-        load_adapter = partial(_load_noted, load_adapter, led)
-    adapters = adapter_table(plan, load_adapter)
+    adapters = adapter_table(plan, adapter_loader(plan, selection.kernels, part), led)
     loaded = load_model(planned, selection.kernels, adapters, part)
     model, pooler, images, experts = loaded
     model, limits = keep_states(plan, model), plan.limits
@@ -363,22 +362,24 @@ def adapter_loader(
 
 
 def adapter_table(
-    plan: EnginePlan, load: Callable[[AdapterOrder], PackedAdapter] | None
+    plan: EnginePlan,
+    load: Callable[[AdapterOrder], PackedAdapter] | None,
+    led: LedAdapters | None = None,
 ) -> AdapterTable | None:
-    """Make the table of adapters, if any are served."""
+    """Make the table of adapters, if any are served; other processes load what `led` says."""
     if plan.adapters is None or load is None:
         return None
     from quire.lora.table import AdapterTable
 
-    return AdapterTable(load, plan.adapters.max_loaded)
+    note = _ignore if led is None else partial(_note, led)
+    return AdapterTable(load, plan.adapters.max_loaded, note)
 
 
-def _load_noted(
-    load: Callable[[AdapterOrder], PackedAdapter], led: LedAdapters, order: AdapterOrder
-) -> PackedAdapter:
-    """Load an adapter, and say from where, for the other processes to do the same."""
+def _ignore(order: AdapterOrder, adapter: PackedAdapter) -> None:
+    """No other process loads anything."""
+
+
+def _note(led: LedAdapters, order: AdapterOrder, adapter: PackedAdapter) -> None:
     from quire.parallel.adapters import AdapterFiles
 
-    adapter = load(order)
     led.note(adapter, AdapterFiles(order.digest, str(Path(str(order.folder)).absolute())))
-    return adapter
