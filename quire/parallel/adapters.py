@@ -70,11 +70,11 @@ class FollowedAdapters:
         self._adapters.pop(slot, None)
         self._adapters[slot] = self._load(AdapterFiles(digest, folder))
 
-    def of_step(self, slots: Sequence[int], of_token: Tensor | None) -> StepAdapters | None:
+    def of_step(self, slots: Tensor | None, of_token: Tensor | None) -> StepAdapters | None:
         """Return the adapters of a step; None where it uses none."""
-        if of_token is None:
+        if slots is None or of_token is None:
             return None
-        return StepAdapters(tuple(self._adapters[slot] for slot in slots), of_token)
+        return StepAdapters(tuple(self._adapters[slot] for slot in slots.tolist()), of_token)
 
 
 def _as_tensor(text: str) -> Tensor:

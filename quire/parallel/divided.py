@@ -91,18 +91,18 @@ def asked(
     adapters: StepAdapters | None = None,
 ) -> RankCommand:
     """Return a pass as a command. Adapters that the others lack are loaded first."""
-    slots: tuple[int, ...] = ()
+    used: tuple[Tensor, Tensor] | tuple[None, None] = None, None
     if adapters is not None:
         assert led is not None, "adapters that the other processes do not know"
         slots = led.slots(adapters.adapters)
+        used = torch.tensor(slots, dtype=torch.int32), adapters.of_token
     groups = (batch, *batch.others)
     tables = [tensor for each in groups for tensor in (each.slots, each.block_tables)]
     return RankCommand(
         Kind.FORWARD,
-        (batch.max_query_len, batch.max_context_len, len(slots), *slots, *batch.group_of),
+        (batch.max_query_len, batch.max_context_len, *batch.group_of),
         (
-            token_ids, positions, batch.query_start, batch.context_len, num_wanted,
-            None if adapters is None else adapters.of_token, *tables,
+            token_ids, positions, batch.query_start, batch.context_len, num_wanted, *used, *tables,
         ),
     )  # fmt: skip
 
@@ -133,9 +133,10 @@ class AskedPass(NamedTuple):
 
 def pass_of(command: RankCommand, adapters: FollowedAdapters) -> AskedPass:
     """Return what a command asks for."""
-    max_query_len, max_context_len, num_slots, *numbers = command.numbers
-    used, group_of = numbers[:num_slots], numbers[num_slots:]
-    token_ids, positions, query_start, context_len, wanted, of_token, *tables = command.tensors
+    max_query_len, max_context_len, *group_of = command.numbers
+    token_ids, positions, query_start, context_len, wanted, used, of_token, *tables = (
+        command.tensors
+    )
     assert token_ids is not None and positions is not None
     assert query_start is not None and context_len is not None
     batches = []

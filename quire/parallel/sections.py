@@ -155,7 +155,7 @@ class Sections:
     def observers(self) -> list[Exchange]:
         """Return one for each section, to say that a process is lost, or to begin anew; they take
         part in nothing."""
-        size = self.shape.num_ranks + 1
+        size = self.shape.num_ranks + (self.shape.num_stages > 1)  # with the sender of a way in
         return [each.exchange(0, size, self._silence_s) for each in self._memories]
 
     def reset(self) -> None:

@@ -42,7 +42,7 @@ def command_bytes(plan: EnginePlan) -> int:
     num_tokens, num_rows = limits.max_num_batched_tokens, limits.max_num_seqs
     num_blocks = limits.num_blocks_for(limits.max_model_len)
     per_token = 8 * (3 + num_groups) + plan.spec.hidden_size * DTYPE_BYTES["float32"]
-    per_row = 4 * (3 + num_blocks * num_groups)
+    per_row = 4 * (4 + num_blocks * num_groups)
     copies = 2 * 8 * limits.num_blocks
     adapter = 4 * (MAX_PATH + 128)  # its name
     return bytes_of_command(
