@@ -10,7 +10,7 @@ of equal specs give the same tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.prefix import Namespace
@@ -18,6 +18,14 @@ from quire.core.plan import RowSampling
 from quire.core.pooling import Pool, WeighTokens
 from quire.core.transfers import KVTransfer
 from quire.errors import InvalidParameterError, PromptTooLongError
+
+
+class Keep(NamedTuple):
+    """A beginning of a prompt that is to stay in the prefix cache for a time."""
+
+    num_tokens: int | None
+    """None for all of it."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,8 @@ class RequestSpec:
     namespace: Namespace = ()
     """Requests share cached prefixes only within one."""
     reads_cache: bool = True
-    keep_s: float = 0.0
-    """How long cached blocks of the prompt are evicted after others, once it has ended."""
+    keep: tuple[Keep, ...] = ()
+    """Which cached blocks of the prompt are evicted after others, once it has ended."""
     transfer: KVTransfer | None = None
     """What of its prompt's keys and values comes from another engine, or goes to one."""
     arrival_s: float = 0.0

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from quire.common.numbers import ceil_div
 from quire.config.limits import POLICIES, SchedulerLimits
 from quire.core.plan import RowSampling
-from quire.core.request_spec import BeamSettings, RequestSpec
+from quire.core.request_spec import BeamSettings, Keep, RequestSpec
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import NUM_COSTS, StepCostModel, UnitCosts
 
@@ -156,6 +156,15 @@ def _pace(random: Random) -> PaceSpec | None:
     return PaceSpec(costs, random.choice((0.5, 2.0, 10.0)), random.choice((1, 2, 4)))
 
 
+def _keep(number: int, prompt_len: int) -> tuple[Keep, ...]:
+    """Some prompts are kept, and some of them a beginning for longer than the rest."""
+    random = Random(number ^ 0x4EE9)
+    seconds = random.choice((0.0, 0.0, 5.0, 50.0))
+    beginning = Keep(random.randrange(prompt_len + 1), 4.0 * seconds)
+    kept = (beginning, Keep(None, seconds)) if random.random() < 0.5 else (Keep(None, seconds),)
+    return kept if seconds else ()
+
+
 def _faults(random: Random, last_step: int) -> Faults:
     if random.random() < 0.25:
         return Faults(0)
@@ -196,7 +205,7 @@ class _Draw:
             priority=random.choice((0, 0, 1, 2)),
             namespace=random.choice(((), (), ("tenant",))),
             reads_cache=random.random() < 0.9,
-            keep_s=Random(number ^ 0x4EE9).choice((0.0, 0.0, 5.0, 50.0)),
+            keep=_keep(number, len(prompt)),
         )
         tenant, weight = random.choice((("", 1.0), ("a", 1.0), ("b", 3.0)))
         return Arrival(step, replace(spec, tenant=tenant, weight=weight))

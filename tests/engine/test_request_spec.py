@@ -15,7 +15,7 @@ from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkingBudget, ThinkTagTokens
 from quire.core.pooling import Pool, WeighTokens
-from quire.core.request_spec import BeamSettings, RequestSpec, fit
+from quire.core.request_spec import BeamSettings, Keep, RequestSpec, fit
 from quire.core.transfers import KVTransfer, RemotePrefix
 from quire.engine.front.digest import Digest
 from quire.engine.front.requests import PreparedRequest
@@ -48,7 +48,7 @@ OTHERS: dict[str, Any] = {
     "weight": 0.5,
     "namespace": ("salt", "c"),
     "reads_cache": False,
-    "keep_s": 5.0,
+    "keep": (Keep(7, 5.0), Keep(None, 2.5)),
     "pool": Pool(is_whole=True, dimensions=8, num_skipped=1),
     "weigh": WeighTokens((3, 7)),
     "transfer": KVTransfer("lease", RemotePrefix("other", "10.0.0.1", 14579, "theirs")),

@@ -131,9 +131,9 @@ class PromptCache:
         self._max_namespaces = max(MAX_NAMESPACES, 2 * len(self._tenants))
 
     def release(self, sequence: Sequence) -> None:
-        """Keep its prompt, if it is to be kept; the whole blocks of it that are cached."""
+        """Keep what is to be kept of its prompt: whole blocks that are cached."""
         request, keys = sequence.request, sequence.keys
-        if request.keep_s <= 0.0 or keys is None or sequence.index:
+        if not request.keep or keys is None or sequence.index:
             return
         nodes, node, index = list[PrefixNode](), keys.root, self._blocks.manager.index
         num_places = sequence.num_prompt_tokens // keys.block_size
@@ -143,7 +143,9 @@ class PromptCache:
                 break
             nodes.append(child)
             node = child
-        self.kept.keep(nodes, request.tenant, self._now + request.keep_s)
+        for num_tokens, seconds in request.keep:
+            end = None if num_tokens is None else num_tokens // keys.block_size
+            self.kept.keep(nodes[:end], request.tenant, self._now + seconds)
 
     def _miss(self, sequence: Sequence) -> CacheMiss:
         """Say why its prompt was not found as a whole. The cache has been asked already."""

@@ -24,6 +24,7 @@ from quire.core.images import PlacedImage
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE
 from quire.core.request import RequestMetrics
+from quire.core.request_spec import Keep
 from quire.engine.front.client import Client
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
@@ -77,8 +78,8 @@ class GenerationJob:
     """What the parameters come to, where they were read already."""
     images: tuple[PlacedImage, ...] = ()
     """Whose places the prompt has."""
-    keep_s: float = 0.0
-    """How long the prompt is to stay in the prefix cache, if it can."""
+    keep: tuple[Keep, ...] = ()
+    """What of the prompt is to stay in the prefix cache for how long, if it can."""
 
     @property
     def num_image_tokens(self) -> int:
@@ -281,7 +282,7 @@ class GenerationRun:
             priority=tenant.priority if job.priority is None else job.priority,
             tenant=tenant.name,
             weight=tenant.weight,
-            keep_s=job.keep_s,
+            keep=job.keep,
         )
         stream = await client.generate(prepared)
         progress = _JobProgress(stream)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from quire.core.images import PlacedImage
 from quire.core.params import ThinkTags
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.front.client import ModelInfo
@@ -291,19 +292,7 @@ class PromptEncoder:
 
         def render() -> tuple[str, list[int]]:
             """The text with its origins, and its tokens."""
-            shown = chosen.needs.fit_messages(without_developer(messages, chosen))
-            draw = partial(
-                chosen.render,
-                tools=None if tools is None else chosen.needs.fit_tools(tools),
-                documents=conversation.documents,
-                template_kwargs=conversation.template_kwargs,
-            )
-            text = draw(
-                shown,
-                add_generation_prompt=conversation.add_generation_prompt,
-                continue_final_message=conversation.is_continued,
-            )
-            _check_roles(shown, draw)
+            text = _render(chosen, conversation, messages)
             return text, encode_chat(tokenizer, text)
 
         is_large = len(messages) > _INLINE_MESSAGES
@@ -317,6 +306,29 @@ class PromptEncoder:
         if marks:
             token_ids = await self.work(num_chars, lambda: encode_chat(tokenizer, rendered, marks))
         return EncodedChat(text, *self._images.expand(token_ids, images, "messages"))
+
+    async def num_tokens_before(
+        self, mark: str, conversation: Conversation, text: str, images: Sequence[PlacedImage]
+    ) -> int | None:
+        """Return how many tokens a prompt has in common with the conversation that it was made of,
+        which has a mark in it now; None where a template does not show the mark. `text` and
+        `images` are the prompt's.
+
+        Where the tokens at the mark are others than in the prompt, one too many."""
+        tokenizer, template = self.tokenizer, self._template
+        assert template is not None, "the prompt was rendered"
+
+        def count() -> int | None:
+            marked = _render(template, conversation, take_images(conversation.messages)[0])
+            if mark not in marked:
+                return None
+            return len(encode_chat(tokenizer, marked[: _num_common(text, marked)]))
+
+        num_tokens = await self.work(len(text), count)
+        if num_tokens is not None:
+            for place, image in images:
+                num_tokens += image.num_tokens - 1 if place < num_tokens else 0
+        return num_tokens
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -455,6 +467,40 @@ def effort_kwargs(source: str, effort: str) -> dict[str, Any]:
     """
     known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return {name: value for name, value in known.items() if name in source}
+
+
+def _render(
+    template: ChatTemplate, conversation: Conversation, messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a conversation, with its origins; its messages without their images.
+    Raises RequestError."""
+    tools = conversation.shown_tools
+    shown = template.needs.fit_messages(without_developer(messages, template))
+    draw = partial(
+        template.render,
+        tools=None if tools is None else template.needs.fit_tools(tools),
+        documents=conversation.documents,
+        template_kwargs=conversation.template_kwargs,
+    )
+    text = draw(
+        shown,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.is_continued,
+    )
+    _check_roles(shown, draw)
+    return text
+
+
+def _num_common(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at their beginnings."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def read_template(path: str | None) -> str | None:

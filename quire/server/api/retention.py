@@ -3,9 +3,9 @@ Anthropic's APIs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
+from quire.core.request_spec import Keep
 from quire.server.http.errors import bad_request
 
 Retention = Literal["in_memory", "in-memory", "5m", "30m", "1h", "12h", "24h"]
@@ -15,31 +15,14 @@ _SECONDS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86
 _TTLS = ("5m", "1h")
 
 
-def retention_s(retention: Retention | None) -> float:
-    """Return seconds; 0 where nothing special is wanted."""
-    return 0.0 if retention is None else _SECONDS.get(retention, 0.0)
+def retention(wanted: Retention | None) -> tuple[Keep, ...]:
+    """Return for how long the whole prompt is to be kept; empty where nothing special is wanted."""
+    seconds = 0.0 if wanted is None else _SECONDS.get(wanted, 0.0)
+    return (Keep(None, seconds),) if seconds else ()
 
 
-def cache_control_s(*parts: Any) -> float:
-    """Return the longest time that a `cache_control` in a body or its parts (the system prompt,
-    turns, tools) gives, in seconds; 0 where there is none. Raises ApiError for what is none."""
-    return max(map(_control_s, _controls(parts)), default=0.0)
-
-
-def _controls(value: Any) -> Iterator[Any]:
-    """Yield every `cache_control` of blocks: of turns, and of tools' results within them."""
-    pending = [(value, 0)]
-    while pending:
-        each, depth = pending.pop()
-        if isinstance(each, list | tuple) and depth < 6:
-            pending.extend((item, depth + 1) for item in each)
-        elif isinstance(each, dict):
-            if each.get("cache_control") is not None:
-                yield each["cache_control"]
-            pending.append((each.get("content"), depth + 1))
-
-
-def _control_s(control: Any) -> float:
+def control_s(control: Any) -> float:
+    """Return the seconds that a `cache_control` gives. Raises ApiError for what is none."""
     ttl = control.get("ttl") if isinstance(control, dict) else None
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         raise bad_request('cache_control: its type must be "ephemeral"', param="cache_control")

@@ -9,6 +9,7 @@ import pytest
 from quire.core.kvcache.audit import audit_kept
 from quire.core.kvcache.prefix import PrefixNode
 from quire.core.request import CacheMiss, Request
+from quire.core.request_spec import Keep
 from quire.core.scheduler import prompt_cache
 from quire.core.scheduler.prompt_cache import CacheStats, PromptCache
 
@@ -55,7 +56,7 @@ def hits(request: Request) -> int:
 
 def test_a_kept_prompt_is_found_after_others_have_filled_the_pool(harness: Any) -> None:
     run = Cached(harness)
-    run.ask("kept", PROMPT, keep_s=1e6)
+    run.ask("kept", PROMPT, keep=(Keep(None, 1e6),))
     run.ask("plain", [7, *PROMPT])
     run.flood("f")
     assert hits(run.ask("again", PROMPT)) == 20
@@ -65,7 +66,7 @@ def test_a_kept_prompt_is_found_after_others_have_filled_the_pool(harness: Any) 
 
 def test_time_ends_what_is_kept(harness: Any) -> None:
     run = Cached(harness)
-    run.ask("kept", PROMPT, keep_s=5.0)
+    run.ask("kept", PROMPT, keep=(Keep(None, 5.0),))
     assert run.cache.kept.num_blocks == 5
     run.flood("f")
     assert run.harness.num_steps > 5 and run.cache.kept.num_blocks == 0
@@ -76,21 +77,21 @@ def test_time_ends_what_is_kept(harness: Any) -> None:
 def test_a_tenant_keeps_its_share_and_no_more(harness: Any) -> None:
     run = Cached(harness)
     for name in "abcd":
-        run.ask(name, [ord(name), *PROMPT], keep_s=1e6, tenant="greedy")
+        run.ask(name, [ord(name), *PROMPT], keep=(Keep(None, 1e6),), tenant="greedy")
     assert run.cache.kept.num_of("greedy") == 10
-    run.ask("other", [9, *PROMPT], keep_s=1e6, tenant="other")
+    run.ask("other", [9, *PROMPT], keep=(Keep(None, 1e6),), tenant="other")
     assert run.cache.kept.num_of("other") == 5
     run.flood("f")
     assert hits(run.ask("d again", [ord("d"), *PROMPT])) == 20, "the newest are kept"
     assert hits(run.ask("a again", [ord("a"), *PROMPT])) == 0
     for number in range(4):
-        run.ask(f"t{number}", [number, *PROMPT], keep_s=1e6, tenant=f"t{number}")
+        run.ask(f"t{number}", [number, *PROMPT], keep=(Keep(None, 1e6),), tenant=f"t{number}")
     assert run.cache.kept.num_blocks <= 20
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it(harness: Any) -> None:
     run = Cached(harness, max_model_len=160)
-    run.ask("kept", PROMPT, keep_s=1e6)
+    run.ask("kept", PROMPT, keep=(Keep(None, 1e6),))
     run.ask("large", 156)
     assert run.cache.kept.num_blocks < 5
     assert run.cache.stats.num_kept_evicted > 0
@@ -114,17 +115,17 @@ def test_misses_are_told_apart(harness: Any) -> None:
 
 def test_a_tenant_that_keeps_what_another_keeps_does_not_take_it_over(harness: Any) -> None:
     run = Cached(harness)
-    run.ask("a", PROMPT, keep_s=1e6, tenant="a")
-    run.ask("b", PROMPT, keep_s=1e6, tenant="b")
+    run.ask("a", PROMPT, keep=(Keep(None, 1e6),), tenant="a")
+    run.ask("b", PROMPT, keep=(Keep(None, 1e6),), tenant="b")
     assert (run.cache.kept.num_of("a"), run.cache.kept.num_of("b")) == (5, 0)
     for number in range(3):
-        run.ask(f"b{number}", [number, *PROMPT], keep_s=1e6, tenant="b")
+        run.ask(f"b{number}", [number, *PROMPT], keep=(Keep(None, 1e6),), tenant="b")
     assert (run.cache.kept.num_of("a"), run.cache.kept.num_of("b")) == (5, 10)
 
 
 def test_a_prompt_that_is_kept_and_evicted_again_and_again_leaves_nothing(harness: Any) -> None:
     run = Cached(harness, max_model_len=160)
-    run.ask("first", PROMPT, keep_s=1e6)
+    run.ask("first", PROMPT, keep=(Keep(None, 1e6),))
     kept, (*_, node) = run.cache.kept, run.nodes(PROMPT)
     for number in range(10_000):
         kept.keep([node], "default", 1e6 + number)
@@ -138,7 +139,7 @@ def test_thousands_of_salts_do_not_hide_whose_a_prompt_is(
 ) -> None:
     monkeypatch.setattr(prompt_cache, "MAX_NAMESPACES", 8)
     run = Cached(harness)
-    run.ask("a", PROMPT, tenant="a", namespace=("salt", "a"), keep_s=1e6)
+    run.ask("a", PROMPT, tenant="a", namespace=("salt", "a"), keep=(Keep(None, 1e6),))
     for number in range(100):
         run.ask(f"b{number}", 3, tenant="b", namespace=("salt", f"b{number}"))
     assert len(run.cache._tenants) <= 2 * 40, "no more than a pool of 40 blocks explains"
@@ -148,7 +149,7 @@ def test_thousands_of_salts_do_not_hide_whose_a_prompt_is(
 
 def test_clearing_a_tenant_leaves_what_others_have_used_too(harness: Any) -> None:
     run = Cached(harness)
-    run.ask("a", PROMPT, tenant="a", namespace=("salt", "a"), keep_s=1e6)
+    run.ask("a", PROMPT, tenant="a", namespace=("salt", "a"), keep=(Keep(None, 1e6),))
     run.ask("b", PROMPT, tenant="b", namespace=("salt", "b"))
     run.ask("both", PROMPT, tenant="a")
     run.ask("both too", PROMPT, tenant="b")

@@ -16,9 +16,17 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.params import SamplingParams
+from quire.core.request_spec import Keep
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
+from quire.server.api.anthropic.breakpoints import (
+    BlockPlace,
+    breakpoints,
+    marked_system,
+    marked_tools,
+    marked_turns,
+)
 from quire.server.api.anthropic.context import apply_edits, read_edits
 from quire.server.api.anthropic.shapes import (
     OfferedTool,
@@ -38,7 +46,6 @@ from quire.server.api.generation import GenerationJob, GenerationRun, Usage
 from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.api.openai.messages import text_of
 from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE
-from quire.server.api.retention import cache_control_s
 from quire.server.api.structure import Asked, from_schema
 from quire.server.http.body import read_json, shape
 from quire.server.http.call import Call, call_of
@@ -92,7 +99,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_format: Annotated[Any, shape(OutputFormat)] = None
     output_config: Annotated[dict[str, Any], shape(OutputConfig)] | None = None
     cache_control: Any = None
-    """As in blocks and tools: how long the prompt is to be kept. It is cached in any case."""
+    """As in blocks and tools, for the whole prompt. It is cached in any case, and kept for that
+    time."""
 
     @property
     def thinking_kind(self) -> str | None:
@@ -113,6 +121,9 @@ class _Encoded(NamedTuple):
     """The report on `context_management`, where that was given."""
     original_len: int
     """Tokens of the prompt before it was edited."""
+    conversation: Conversation
+    turns: Sequence[Turn]
+    """Those that the conversation has."""
 
 
 class MessageRequest(CountRequest, kw_only=True):
@@ -205,9 +216,7 @@ class Messages:
             body, len(token_ids), given | await self._budget(call, body, answer_format)
         )
         job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority, images=images)
-        control = {"cache_control": body.cache_control}
-        turns = [{"content": turn.content} for turn in body.messages]
-        job.keep_s = cache_control_s(control, body.system, body.tools, turns)
+        job.keep = await self._kept(body, encoded)
         prepared = _PreparedMessages(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
@@ -276,7 +285,38 @@ class Messages:
         report = (
             None if body.context_management is None else {"applied_edits": list(edited.applied)}
         )
-        return _Encoded(prompt, report, original_len=len(first[1][1]))
+        return _Encoded(prompt, report, len(first[1][1]), last[0], edited.turns)
+
+    async def _kept(self, body: MessageRequest, encoded: _Encoded) -> tuple[Keep, ...]:
+        """Return what `cache_control` keeps: prompts up to the blocks that carry one."""
+        kept = list[Keep]()
+        for place, seconds in breakpoints(
+            body.cache_control, body.tools, body.system, encoded.turns
+        ):
+            num_tokens = None if place is None else await self._num_tokens_to(place, body, encoded)
+            if num_tokens is not None or place is None or not place.is_tool:
+                kept.append(Keep(num_tokens, seconds))
+        return tuple(kept)
+
+    async def _num_tokens_to(
+        self, place: BlockPlace, body: MessageRequest, encoded: _Encoded
+    ) -> int | None:
+        """Return the tokens of a prompt up to the end of a block; None where the template does not
+        show what stands there."""
+        prompt, conversation = encoded.prompt, encoded.conversation
+        mark, tools = f"m{secrets.token_hex(8)}", conversation.tools
+        if tools is not None:
+            tools = replace(tools, shown=marked_tools(place, body.tools, tools.shown, mark))
+        system = text_of(marked_system(place, body.system or None, mark), "system")
+        for is_behind in (False, True):
+            turns = marked_turns(place, encoded.turns, mark, is_behind=is_behind)
+            marked = replace(conversation, messages=messages_of(turns, system), tools=tools)
+            num_tokens = await self._api.prompts.num_tokens_before(
+                mark, marked, prompt.text, prompt.images
+            )
+            if num_tokens is not None:
+                return num_tokens
+        return None
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
         """Return what the template is told of the thinking that is wanted;

@@ -33,7 +33,7 @@ from quire.server.api.openai.messages import Message, check_continuation, for_te
 from quire.server.api.openai.shapes import ChatTool, ResponseFormat, ToolChoice
 from quire.server.api.openai.tools import CHAT, read_tools
 from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, effort_kwargs
-from quire.server.api.retention import retention_s
+from quire.server.api.retention import retention
 from quire.server.api.structure import from_guided, from_response_format
 from quire.server.http.body import read_bytes, read_json, shape
 from quire.server.http.call import Call, call_of
@@ -175,7 +175,7 @@ class ChatCompletions:
             body.priority,
             num_repeated=num_repeated,
             images=prompt.images,
-            keep_s=retention_s(body.prompt_cache_retention),
+            keep=retention(body.prompt_cache_retention),
         )
         names = TokenNames(
             api.client.tokenizer,

@@ -36,7 +36,7 @@ from quire.server.api.openai.logprobs import (
     prompt_logprobs,
 )
 from quire.server.api.openai.shapes import ResponseFormat
-from quire.server.api.retention import retention_s
+from quire.server.api.retention import retention
 from quire.server.api.structure import from_guided, from_response_format, settle
 from quire.server.http.body import read_bytes, read_json, shape
 from quire.server.http.call import Call, call_of
@@ -245,7 +245,7 @@ class Completions:
             body.priority,
             num_choices,
             num_repeated,
-            keep_s=retention_s(body.prompt_cache_retention),
+            keep=retention(body.prompt_cache_retention),
         )
         return job, text
 

@@ -54,7 +54,7 @@ from quire.server.api.openai.shapes import (
 )
 from quire.server.api.openai.tools import RESPONSES, read_tools
 from quire.server.api.prompt_encoder import NOT_IN_TEMPLATE, effort_kwargs
-from quire.server.api.retention import Retention, retention_s
+from quire.server.api.retention import Retention, retention
 from quire.server.api.structure import (
     Asked,
     from_named_schema,
@@ -276,7 +276,7 @@ class Responses:
         job = GenerationJob(
             token_ids, params, None, body.cache_salt, body.priority, images=prompt.images
         )
-        job.keep_s = retention_s(body.prompt_cache_retention)
+        job.keep = retention(body.prompt_cache_retention)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = (
             partial(self._sealer.seal, call.tenant.name)
