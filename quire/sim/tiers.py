@@ -42,10 +42,13 @@ class SimulatedTiers:
 
     name = TIERS
 
-    def __init__(self, seed: int, folder: Path, *, has_faults: bool = True) -> None:
+    def __init__(
+        self, seed: int, folder: Path, *, has_faults: bool = True, identity: bytes = bytes(32)
+    ) -> None:
+        """`identity` stands for all that decides bits: runs with the same one share a folder."""
         self.stats = TierStats()
         self._random = Random(seed ^ 0x71E5)
-        self._folder, self._has_faults = folder, has_faults
+        self._folder, self._has_faults, self._identity = folder, has_faults, identity
         self._half: StoredBlocks
         self._late: deque[Record] = deque()
         self._hangs = 0
@@ -60,7 +63,7 @@ class SimulatedTiers:
     def attach(self, memory: NullMemory, block_size: int, num_groups: int) -> None:
         """Begin on an executor's memory."""
         payload_bytes = num_groups * memory.block_bytes
-        identity = CacheIdentity(bytes(32), block_size, payload_bytes)
+        identity = CacheIdentity(self._identity, block_size, payload_bytes)
         max_blocks = self._random.choice((4, 16, 64))
         host_bytes = self._random.choice((0, 0, 3 * payload_bytes))
         num_left = self._random.choice((1 << 30, self._random.randrange(40)))

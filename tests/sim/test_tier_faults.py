@@ -18,11 +18,11 @@ import pytest
 
 from quire.core.scheduler.scheduler import Scheduler
 from quire.core.scheduler.tiers import TierStats
+from quire.engine.assembly.tiers import identity_digest
 from quire.sim.scenario import Faults, Scenario, make_scenario
 from quire.sim.simulation import Simulation
 from quire.sim.tiers import SimulatedTiers
 from quire.tiers.disk import DiskStore
-from quire.tiers.segments import CacheIdentity
 
 COUNT = int(os.environ.get("QUIRE_TIER_FAULTS", "10"))
 _MOMENTS = 40
@@ -45,12 +45,16 @@ class Story:
         limits = replace(chosen.limits, enable_prefix_caching=True)
         return replace(chosen, hash="keyed", faults=Faults(0), limits=limits)
 
+    def tiers(self, folder: Path, identity: bytes = bytes(32)) -> SimulatedTiers:
+        """Both halves over a folder, without faults of their own."""
+        return SimulatedTiers(self.seed, folder, has_faults=False, identity=identity)
+
     def begin(
         self, number: int, *, tiers: SimulatedTiers | None = None, salt: str = ""
     ) -> Simulation:
         """A run of its own over the folder."""
         if tiers is None:
-            tiers = SimulatedTiers(self.seed, self.folder, has_faults=False)
+            tiers = self.tiers(self.folder)
         scenario = self.scenario(number)
         arrivals = tuple(
             each._replace(spec=replace(each.spec, namespace=(*each.spec.namespace, salt)))
@@ -74,23 +78,6 @@ class Story:
 
     def files(self) -> list[Path]:
         return sorted(self.folder.rglob("*.kv"))
-
-
-class _OtherIdentity(SimulatedTiers):
-    """Of other weights, or other kernels: what decides the bits is another digest."""
-
-    def attach(self, memory: Any, block_size: int, num_groups: int) -> None:
-        real = CacheIdentity
-        globals_ = SimulatedTiers.attach.__globals__
-
-        def other(digest: bytes, *rest: Any) -> CacheIdentity:
-            return real(bytes([7]) * len(digest), *rest)
-
-        globals_["CacheIdentity"] = other
-        try:
-            super().attach(memory, block_size, num_groups)
-        finally:
-            globals_["CacheIdentity"] = real
 
 
 def _damage(change: Callable[[Random, bytearray], None]) -> Callable[[Story], None]:
@@ -185,18 +172,28 @@ def _check_found_own_alone(story: Story) -> None:
     assert second.num_restored_blocks <= third.num_restored_blocks, "it found what others stored"
 
 
-def _others(story: Story) -> None:
-    """Other weights, or kernels, come to the folder at some moment of the first ones' run."""
-    run = story.begin(0)
-    story.steps(run, story.random.randrange(_MOMENTS))
-    story.end(story.begin(1, tiers=_OtherIdentity(story.seed, story.folder, has_faults=False)))
-    story.end(run)
-    other = SimulatedTiers(story.seed, story.folder / "alone", has_faults=False)
-    other._folder.mkdir()
-    alone = story.begin(2, tiers=other)
-    story.end(alone)
-    _check_found_own_alone(story)
-    story.num_struck += 1
+def _others(**facts: str) -> Callable[[Story], None]:
+    """An engine of which some facts are others comes to the folder at some moment of the first
+    one's run."""
+
+    def play(story: Story) -> None:
+        first, second = _identity(), _identity(**facts)
+        run = story.begin(0, tiers=story.tiers(story.folder, first))
+        story.steps(run, story.random.randrange(_MOMENTS))
+        story.end(story.begin(1, tiers=story.tiers(story.folder, second)))
+        story.end(run)
+        alone = story.folder / "alone"
+        alone.mkdir()
+        story.end(story.begin(2, tiers=story.tiers(alone, second)))
+        _check_found_own_alone(story)
+        story.num_struck += 1
+
+    return play
+
+
+def _identity(*, weights: str = "a", kernels: str = "avx2") -> bytes:
+    """Of an engine, by the function that names its folder."""
+    return identity_digest([{"model": "m", "kernels": kernels}, [weights]])
 
 
 def _salted(story: Story) -> None:
@@ -211,8 +208,7 @@ def _salted(story: Story) -> None:
         story.end(run)
     folder = story.folder / "alone"
     folder.mkdir()
-    tiers = SimulatedTiers(story.seed, folder, has_faults=False)
-    story.end(story.begin(2, tiers=tiers, salt="two"))
+    story.end(story.begin(2, tiers=story.tiers(folder), salt="two"))
     _check_found_own_alone(story)
     story.num_struck += 1
 
@@ -242,7 +238,8 @@ FAULTS: dict[str, Callable[[Story], None]] = {
     "a full disk": _failing(errno.ENOSPC, "append"),
     "an I/O error": _failing(errno.EIO, "read"),
     "a second process": _second_process,
-    "other weights or kernels": _others,
+    "other weights under the same name": _others(weights="b"),
+    "other kernels": _others(kernels="avx512"),
     "another tenant's salt": _salted,
     "a clock that jumps": _clock_jumps,
 }

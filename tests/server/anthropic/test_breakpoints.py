@@ -123,7 +123,7 @@ def test_a_prompt_is_kept_up_to_its_breakpoint(client: httpx.Client) -> None:
 def test_every_kind_of_block_can_end_what_is_kept(client: httpx.Client) -> None:
     use = {"type": "tool_use", "id": "t1", "name": "look", "input": {"thing": "ball"}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": 2 * STORY}
-    plain = {
+    plain: dict[str, Any] = {
         "tools": [TOOL, {**TOOL, "name": "listen"}],
         "messages": [
             {"role": "user", "content": 2 * STORY},
