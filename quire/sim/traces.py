@@ -114,7 +114,7 @@ _FOLLOWING = list(range(1, _MAX_HASH_BLOCK))
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
     """Read a .csv or .jsonl file, gzipped or not, with the columns arrival_s, prompt_tokens,
     output_tokens and, where prefixes are known, block_hashes and end_block_hashes. Requests without
-    a prompt or an answer are left out.
+    a prompt or an answer are left out; those of a table without times come at once.
 
     Raises `ConfigError` for anything else.
     """
@@ -148,7 +148,11 @@ def _read_requests(path: Path, lines: Iterable[str], limit: int | None) -> Itera
                 record.get("end_block_hashes") or (),
             )
             yield TraceRequest(
-                float(record["arrival_s"]), num_prompt, num_output, tuple(hashes), tuple(end_hashes)
+                float(record["arrival_s"] or 0.0),
+                num_prompt,
+                num_output,
+                tuple(hashes),
+                tuple(end_hashes),
             )
 
 

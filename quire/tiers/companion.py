@@ -140,6 +140,8 @@ class StoredBlocks:
         self._news: list[TierNews] = []
         self._is_open = open_store is None
         self._is_closing = False
+        self._is_working = not self._is_open
+        """Whether the thread has something in its hands."""
         self._thread: threading.Thread | None = None
         if is_threaded:
             self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
@@ -181,6 +183,12 @@ class StoredBlocks:
             self._end()
         else:
             self._thread.join(_CLOSE_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is to be read or written, or is being so."""
+        with self._change:
+            return bool(self._jobs or self._writes) or self._is_working
 
     def _ask(self, order: TierOrder) -> None:
         with self._change:
@@ -302,6 +310,7 @@ class StoredBlocks:
     def _work(self, wait_s: float) -> bool:
         """Do what is next, or wait for it; False where nothing is to come. Raises OSError."""
         with self._change:
+            self._is_working = False
             job = self._jobs.popleft() if self._jobs and self._can_read else None
             batch = [] if job is not None else self._take_writes()
             if job is None and not batch:
@@ -310,6 +319,7 @@ class StoredBlocks:
                 self._change.wait(MAX_DELAY_S if self._writes else wait_s)
                 if self._jobs or self._writes:
                     return True
+            self._is_working = job is not None or bool(batch)
         if job is not None:
             self._carry_out(job)
         elif batch:
