@@ -14,6 +14,10 @@ TIERS = "tiers"
 """Of `StepPlan.orders`: each a `TierOrder`. Of `StepResult.news`: `TierNews`."""
 
 
+StoreMedium = Literal["host", "disk"]
+"""A tier below the pool."""
+
+
 class StoredKey(NamedTuple):
     """What one place of a sequence is stored under."""
 
@@ -46,9 +50,10 @@ class TierOrder(NamedTuple):
 class TierNews(NamedTuple):
     """What has happened.
 
-    "known": these are stored now. "complete": so are these, and no others; the answer to "begin".
-    "gone": these are not stored (any more). "fetched": the first `num_places` places can be placed,
-    reading took `seconds`. "placed": that is done. "off": nothing is stored from now on.
+    "known": a tier stores these now. "complete": everything that is stored has been told of; the
+    answer to "begin". "gone": a tier does not store these any more, or none does. "fetched": the
+    first `num_places` places can be placed, reading took `seconds`. "placed": that is done. "off":
+    nothing is stored from now on.
     """
 
     verb: Literal["known", "complete", "gone", "fetched", "placed", "off"]
@@ -60,3 +65,5 @@ class TierNews(NamedTuple):
     """Written, of "known", or read, of "fetched"."""
     num_faulty: int = 0
     """Of "fetched": places whose bytes were not what was once written, or could not be read."""
+    medium: StoreMedium | None = None
+    """Of "known" and "gone": which tier; None where no tier has them."""

@@ -17,7 +17,7 @@ from quire.common.failures import log_failure
 from quire.common.http_client import HttpClient, HttpError, HttpRequest
 from quire.config.route import RouteConfig
 from quire.router.fleet import Fleet, Replica
-from quire.routing.observed import ObservedMemory
+from quire.routing.observed import POOL, ObservedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class FeedEvent(msgspec.Struct):
     block_hashes: list[str] = []
     request_id: str = ""
     num_tokens: int = 0
+    medium: str | None = POOL
+    """Which tier the blocks are in."""
 
 
 class FeedBatch(msgspec.Struct):
@@ -137,15 +139,14 @@ class Feeds:
 def take(memory: ObservedMemory, batch: FeedBatch) -> None:
     """Have a memory know what a batch says."""
     if batch.is_snapshot:
-        memory.reset(name for event in batch.events for name in event.block_hashes)
-        return
+        memory.reset(())
     for event in batch.events:
         if event.type == "BlockStored":
-            memory.stored(event.block_hashes)
+            memory.stored(event.block_hashes, event.medium or POOL)
         elif event.type == "BlockRemoved":
-            memory.removed(event.block_hashes)
+            memory.removed(event.block_hashes, event.medium or POOL)
         elif event.type == "AllBlocksCleared":
-            memory.reset(())
+            memory.cleared()
         elif event.type == "PromptBlocks":
             # the server's id, and a number of its own behind the last dot
             request_id = event.request_id.rpartition(".")[0]

@@ -22,6 +22,10 @@ MAX_ASKED, MAX_ASKED_CHUNKS = 4096, 1 << 18
 """Requests whose events may yet come, and chunks of them together (some 10 MB)."""
 
 
+POOL = "pool"
+"""The tier that a block is in where nothing else is said; from those below it is restored."""
+
+
 class ObservedMemory:
     """One replica's cache. Bounded as `PrefixMemory` is, and by `MAX_ASKED_CHUNKS`."""
 
@@ -37,12 +41,13 @@ class ObservedMemory:
         """By the last block of a prompt: whose it is."""
         self._blocks: OrderedDict[int, str] = OrderedDict()
         """By the chunk: the block that holds its last token."""
-        self._stored: set[str] = set()
+        self._stored: dict[str, set[str]] = {}
+        """Blocks by the tier that has them."""
         self.is_followed = False
         """Whether the replica tells what it holds."""
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(set().union(*self._stored.values()))
 
     @property
     def num_under_way(self) -> int:
@@ -54,7 +59,9 @@ class ObservedMemory:
         if not self.is_followed:
             return self._guess.match(chunks)
         for number, chunk in enumerate(chunks):
-            if self._blocks.get(chunk) not in self._stored and chunk not in self._num_under_way:
+            block = self._blocks.get(chunk)
+            is_stored = block is not None and self._is_stored(block)
+            if not is_stored and chunk not in self._num_under_way:
                 return number
         return len(chunks)
 
@@ -99,16 +106,24 @@ class ObservedMemory:
         self.stored(blocks)
         self.is_followed = True
 
-    def stored(self, blocks: Iterable[str]) -> None:
-        """Note blocks that are cached from now on."""
+    def stored(self, blocks: Iterable[str], medium: str = POOL) -> None:
+        """Note blocks that a tier has from now on."""
+        tier = self._stored.setdefault(medium, set())
         for block in blocks:
-            self._stored.add(block)
+            tier.add(block)
             if block in self._awaited:
                 self._arrive(self._awaited.pop(block))
 
-    def removed(self, blocks: Iterable[str]) -> None:
-        """Note blocks that are not any more."""
-        self._stored.difference_update(blocks)
+    def removed(self, blocks: Iterable[str], medium: str = POOL) -> None:
+        """Note blocks that a tier has no more."""
+        self._stored.get(medium, set()).difference_update(blocks)
+
+    def cleared(self) -> None:
+        """Note that the pool has none any more."""
+        self._stored.pop(POOL, None)
+
+    def _is_stored(self, block: str) -> bool:
+        return any(block in tier for tier in self._stored.values())
 
     def asked(
         self, request_id: str, blocks: Sequence[str], num_tokens: int, block_size: int
@@ -117,7 +132,7 @@ class ObservedMemory:
         ask = self._take(request_id)
         if ask is None or num_tokens <= 0 or ask.num_prompt_tokens <= 0:
             return
-        if not blocks or blocks[-1] in self._stored:
+        if not blocks or self._is_stored(blocks[-1]):
             self._arrive(request_id)
         elif request_id in self._under_way:
             self._awaited[blocks[-1]] = request_id

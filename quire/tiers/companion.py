@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from quire.common.failures import log_failure
 from quire.core.plan import Record, StepPlan
-from quire.core.tiers import TIERS, StoredKey, TierNews, TierOrder
+from quire.core.tiers import TIERS, StoredKey, StoreMedium, TierNews, TierOrder
 from quire.errors import QuireError
 from quire.tiers.disk import DiskStore
 
@@ -215,18 +215,21 @@ class StoredBlocks:
                 room = max(room, MAX_BACKLOG_BYTES)
             stored = [self._is_stored(key.digest) for key in order.keys]
         kept: list[tuple[StoredKey, Payload]] = []
-        known, refused = list[bytes](), list[bytes]()
+        refused = list[bytes]()
         for key, blocks, is_stored in zip(order.keys, order.blocks, stored, strict=True):
             room -= len(blocks) * size
             if is_stored:
-                known.append(key.digest)
-            elif room < 0:
+                continue
+            if room < 0:
                 refused.append(key.digest)
             else:
                 kept.append((key, self._memory.read_blocks(blocks)))
         with self._change:
-            self._known(known)
-            self._gone(refused)
+            known = [
+                key.digest for key, is_stored in zip(order.keys, stored, strict=True) if is_stored
+            ]
+            self._tell_stored(known)
+            self._gone([*known, *refused])
             self._add(kept)
             self._change.notify_all()
 
@@ -234,8 +237,8 @@ class StoredBlocks:
         """Hand over copies: to the host's memory, to the disk, or both."""
         if self._has_host:
             gone = [each for key, payload in kept for each in self._host.add(key, payload)]
-            self._known([key.digest for key, _ in kept], len(kept))
-            self._gone(gone)
+            self._known("host", [key.digest for key, _ in kept], len(kept))
+            self._gone(gone, "host")
         if self._can_write and kept:
             if not self._writes:
                 self._oldest_s = time.monotonic()
@@ -271,16 +274,28 @@ class StoredBlocks:
     def _is_stored(self, digest: bytes) -> bool:
         return digest in self._host or (self._store is not None and digest in self._store)
 
-    def _known(self, digests: Sequence[bytes], count: int = 0, num_bytes: int = 0) -> None:
-        if digests:
-            news = TierNews("known", 0, tuple(digests), count, num_bytes=num_bytes)
+    def _known(
+        self, medium: StoreMedium, digests: Iterable[bytes], count: int = 0, num_bytes: int = 0
+    ) -> None:
+        """Say that a tier has these."""
+        known = tuple(digests)
+        if known:
+            news = TierNews("known", 0, known, count, num_bytes=num_bytes, medium=medium)
             self._news.append(news)
 
-    def _gone(self, digests: Iterable[bytes]) -> None:
-        """Say that these are not stored, those that are."""
-        gone = tuple(each for each in digests if not self._is_stored(each))
+    def _tell_stored(self, digests: Sequence[bytes]) -> None:
+        """Say which tiers have these."""
+        self._known("host", (each for each in digests if each in self._host))
+        if self._store is not None:
+            store = self._store
+            self._known("disk", (each for each in digests if each in store))
+
+    def _gone(self, digests: Iterable[bytes], medium: StoreMedium | None = None) -> None:
+        """Say that a tier does not have these any more; without one, that none has them, those that
+        none has."""
+        gone = tuple(each for each in digests if medium is not None or not self._is_stored(each))
         if gone:
-            self._news.append(TierNews("gone", 0, gone))
+            self._news.append(TierNews("gone", 0, gone, medium=medium))
 
     def _run(self) -> None:
         try:
@@ -327,8 +342,8 @@ class StoredBlocks:
         elif wait_s and self._store is not None and not self._store.is_writer:
             new, gone = self._store.refresh()
             with self._change:
-                self._known(new)
-                self._gone(gone)
+                self._known("disk", new)
+                self._gone(gone, "disk")
         return True
 
     def _take_writes(self) -> list[tuple[StoredKey, Payload]]:
@@ -355,16 +370,16 @@ class StoredBlocks:
         gone = store.append([(key, payload.data) for key, payload in batch])
         num_bytes = sum(payload.nbytes for _, payload in batch)
         with self._change:
-            self._known(digests, 0 if self._has_host else len(batch), num_bytes)
-            self._gone(gone)
+            self._known("disk", digests, 0 if self._has_host else len(batch), num_bytes)
+            self._gone(gone, "disk")
 
     def _carry_out(self, order: TierOrder) -> None:
         if order.verb == "begin":
             with self._change:
-                found = set(self._host.digests)
-                found.update(() if self._store is None else self._store.digests)
                 if self._has_host or self._store is not None:
-                    self._news.append(TierNews("complete", order.number, tuple(found)))
+                    self._known("host", self._host.digests)
+                    self._known("disk", () if self._store is None else self._store.digests)
+                    self._news.append(TierNews("complete", order.number))
                 else:
                     self._news.append(TierNews("off", order.number))
                 self._change.notify_all()
@@ -433,7 +448,8 @@ class StoredBlocks:
             self._writes.clear()
             self._backlog_bytes = 0
             if self._has_host:
-                self._gone({*lost, *pending})
+                self._gone(lost, "disk")
+                self._gone(pending)
             else:
                 self._news.append(TierNews("off"))
             queued = {job.number for job in self._jobs}

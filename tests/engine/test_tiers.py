@@ -19,6 +19,7 @@ from engines import run_all
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.scheduler import tiers as control
+from quire.core.scheduler.prompt_cache import prompt_cache
 from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats, origin_of
 from quire.core.tiers import TierOrder
 from quire.engine.assembly import tiers as assembly
@@ -104,6 +105,80 @@ def test_it_is_shown_where_a_block_came_from(make_engine: MakeEngine, tmp_path: 
     second.reset_prefix_cache()
     prerequisites, manager = scheduler.admission.prerequisites, scheduler.manager
     assert {origin_of(prerequisites, manager, block)[0] for block in range(8)} == {""}
+
+
+class Follower:
+    """What a reader of the events knows of each tier."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._log, self._last = engine, "", 0
+        self.known: dict[str, set[bytes]] = {}
+        self.num_snapshots = 0
+
+    def read(self) -> None:
+        cache = prompt_cache(self._engine.scheduler.admission.prerequisites)
+        assert cache is not None
+        batch = cache.events.read(self._log, self._last)
+        self._log, self._last = batch.log, batch.last
+        if batch.is_snapshot:
+            self.known, self.num_snapshots = {}, self.num_snapshots + 1
+        for event in batch.events:
+            if event.kind == "stored":
+                self.known.setdefault(event.medium, set()).update(event.digests)
+            elif event.kind == "removed":
+                assert self.known[event.medium] >= set(event.digests)
+                self.known[event.medium].difference_update(event.digests)
+            elif event.kind == "cleared":
+                self.known["pool"] = set()
+
+    def of(self, medium: str) -> set[bytes]:
+        return self.known.get(medium, set())
+
+
+def test_events_tell_which_tier_has_a_block(make_engine: MakeEngine, tmp_path: Path) -> None:
+    options = {"kv_cache_dir": str(tmp_path), "block_size": 8, "num_blocks": 20}
+    first = make_engine(**options, kv_offloading_size=2e-5)
+    follower = Follower(first)
+    follower.read()
+    for number in range(4):
+        prompts = [[number + 3, *prompt] for prompt in PROMPTS]
+        answers(first, prompts)
+        follower.read()
+    settle(first)
+    follower.read()
+    half = first.executor.worker.companions.of("tiers")  # type: ignore[attr-defined]
+    assert follower.of("host") == set(half._host.digests), "some had to make room"
+    assert follower.of("disk") == set(half._store.digests)
+    assert 0 < len(follower.of("host")) < len(follower.of("disk"))
+    pool = {node.digest for node in first.scheduler.manager.index.nodes() if node.digest}
+    assert follower.of("pool") == pool and follower.num_snapshots == 1
+    stored = follower.of("disk")
+    first.close()
+    second = make_engine(**options)
+    answers(second, [[3, *SHARED]])
+    follower = Follower(second)
+    follower.read()
+    assert follower.of("disk") >= stored and not follower.of("host"), "a snapshot has the tiers"
+    cache = prompt_cache(second.scheduler.admission.prerequisites)
+    assert cache is not None and cache.clear() > 0
+    settle(second)
+    follower.read()
+    assert follower.num_snapshots == 1 and follower.of("pool") == set()
+    assert follower.of("disk") < stored, "what was in the pool was dropped there, too"
+
+
+def settle(engine: Engine) -> None:
+    """Have everything written, and the control plane told."""
+    half = engine.executor.worker.companions.of("tiers")  # type: ignore[attr-defined]
+    until = time.monotonic() + 60
+    while True:
+        while engine.idle():
+            pass
+        if not half.is_busy:
+            break
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    answers(engine, [[250]], max_tokens=1)  # its steps bring the news
 
 
 def test_latent_rows_are_restored_as_well(make_engine: MakeEngine, tmp_path: Path) -> None:

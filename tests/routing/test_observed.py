@@ -105,3 +105,22 @@ def test_a_replica_that_has_evicted_a_prompt_is_not_taken_to_have_it() -> None:
     assert share.load is home and num_cached == 799
     take(memory, batch(FeedEvent("AllBlocksCleared"), prompt("again", 320)))
     assert balancer.send(ask("later", *range(8)), loads)[1] == 0
+
+
+def test_what_a_tier_below_the_pool_has_counts_as_cached() -> None:
+    memory = followed()
+    memory.add(ask("r", 1, 2))
+    take(memory, batch(prompt("r", 160, *BLOCKS[:10]), FeedEvent("BlockStored", BLOCKS[:10])))
+    take(memory, batch(FeedEvent("BlockStored", BLOCKS[:10], medium="disk")))
+    take(memory, batch(FeedEvent("BlockStored", BLOCKS[:5], medium="host")))
+    take(memory, batch(FeedEvent("AllBlocksCleared")))
+    assert memory.match((1, 2)) == 2 and len(memory) == 10
+    take(memory, batch(FeedEvent("BlockRemoved", BLOCKS[:10], medium="disk")))
+    assert memory.match((1, 2)) == 1
+    take(memory, batch(FeedEvent("BlockRemoved", BLOCKS[:1], medium="pool")))
+    assert memory.match((1, 2)) == 1
+    take(memory, batch(FeedEvent("BlockRemoved", BLOCKS[:5], medium="host")))
+    assert memory.match((1, 2)) == 0
+    snapshot = [FeedEvent("BlockStored", BLOCKS[:10], medium="disk")]
+    take(memory, batch(*snapshot, is_snapshot=True))
+    assert memory.match((1, 2)) == 2

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple
 
+from quire.core.kvcache.elsewhere import Medium
 from quire.core.kvcache.prefix import Namespace, PrefixIndex, PrefixNode
+from quire.core.tiers import StoreMedium
 
 MAX_EVENT_BLOCKS = 1 << 16
 """Named by the events that are kept: a million tokens in blocks of 16, some 8 MB with the digests
@@ -29,18 +32,19 @@ class KVEvent(NamedTuple):
     """One event.
 
     "stored": blocks that continue each other are cached, the first behind `parent`. "removed":
-    these are no longer. "cleared": no block is. "prompt": the whole blocks of a request's prompt,
-    when it is let in.
+    these are no longer. "cleared": no block of the pool is. "prompt": the whole blocks of a
+    request's prompt, when it is let in.
     """
 
     kind: Literal["stored", "removed", "cleared", "prompt"]
     digests: tuple[bytes, ...] = ()
+    medium: Medium = "pool"
+    """Of "stored" and "removed": which tier. Of one below the pool no more than digests is told."""
     parent: bytes = b""
-    """Of "stored"; empty at the beginning of a prompt."""
+    """Of "stored" in the pool, as the next two; empty at the beginning of a prompt."""
     tokens: tuple[tuple[int, ...], ...] = ()
-    """Of "stored": what stands in each block (`Sequence.content_ids`)."""
+    """What stands in each block (`Sequence.content_ids`)."""
     namespace: Namespace = ()
-    """Of "stored"."""
     request_id: str = ""
     """Of "prompt", as the next."""
     num_tokens: int = 0
@@ -65,7 +69,7 @@ class KVEventBatch:
 
 
 class KVEventLog:
-    """Implements `IndexWatcher`."""
+    """Implements `IndexWatcher` and `ElsewhereWatcher`."""
 
     def __init__(self, name: str, max_blocks: int = MAX_EVENT_BLOCKS) -> None:
         self.name = name
@@ -86,6 +90,7 @@ class KVEventLog:
         """Hear of everything from now on. Called once."""
         self._index = index
         index.watchers.append(self)
+        index.elsewhere.watchers.append(self)
 
     def published(self, node: PrefixNode) -> None:
         if not self._is_recording:
@@ -105,6 +110,16 @@ class KVEventLog:
 
     def distrusted(self, node: PrefixNode) -> None:
         """Do nothing: it is forgotten next."""
+
+    def stored_elsewhere(self, medium: StoreMedium, digests: tuple[bytes, ...]) -> None:
+        if self._is_recording:
+            self._close()
+            self._add(KVEvent("stored", digests, medium))
+
+    def removed_elsewhere(self, medium: StoreMedium, digests: tuple[bytes, ...]) -> None:
+        if self._is_recording:
+            self._close()
+            self._add(KVEvent("removed", digests, medium))
 
     def asked(self, request_id: str, digests: tuple[bytes, ...], num_tokens: int) -> None:
         """Record the whole blocks of a prompt of so many tokens."""
@@ -156,6 +171,12 @@ class KVEventLog:
                 return tuple(events), True
             num_left -= len(nodes)
             events.append(stored_event(nodes))
+        for medium, digests in self._index.elsewhere.by_tier():
+            if digests:
+                events.append(KVEvent("stored", tuple(islice(digests, num_left)), medium))
+                if len(digests) > num_left:
+                    return tuple(events), True
+                num_left -= len(digests)
         return tuple(events), False
 
 
@@ -166,9 +187,9 @@ def stored_event(nodes: list[PrefixNode]) -> KVEvent:
     return KVEvent(
         "stored",
         tuple(node.digest for node in nodes),
-        before.digest if before.parent is not None else b"",
-        tuple(node.tokens for node in nodes),
-        before.namespace,
+        parent=before.digest if before.parent is not None else b"",
+        tokens=tuple(node.tokens for node in nodes),
+        namespace=before.namespace,
     )
 
 

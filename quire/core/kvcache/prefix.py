@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from quire.core.kvcache.elsewhere import StoredElsewhere
 from quire.core.plan import TokenLogprobs
 
 Namespace = tuple[str, ...]
@@ -173,6 +174,8 @@ class PrefixIndex:
         reader.
         """
         self.watchers: list[IndexWatcher] = []
+        self.elsewhere = StoredElsewhere()
+        """What tiers below the pool have of the same digests."""
         self.is_placing = False
         """Whether what is published comes from elsewhere, and no plan has written it yet."""
 

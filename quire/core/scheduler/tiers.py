@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from quire.core.kvcache.elsewhere import StoredElsewhere
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.kvcache.prefix import ChainKeys, PrefixNode
 from quire.core.plan import Record
@@ -124,7 +125,7 @@ class StoredPrefixes:
         self.stats = stats
         self.costs = costs
         self._blocks: KVBlocks
-        self._known: set[bytes] = set()
+        self._known = StoredElsewhere()
         self._offered: set[bytes] = set()
         """Offered, and not yet heard of."""
         self._orders: list[TierOrder] = []
@@ -156,8 +157,9 @@ class StoredPrefixes:
         return bool(self._orders) and self._begun_s is not None
 
     def attach(self, blocks: KVBlocks) -> None:
-        self._blocks = blocks
-        blocks.manager.index.watchers.append(self)
+        self._blocks, index = blocks, blocks.manager.index
+        index.watchers.append(self)
+        self._known = index.elsewhere
 
     # -- what is stored
     # ----------------------------------------------------------------------------------------------
@@ -185,7 +187,8 @@ class StoredPrefixes:
         """Have it forgotten there, too."""
         digest = node.digest
         if digest in self._known or digest in self._offered or digest in self._left:
-            for stored in (self._known, self._offered, self._left):
+            self._known.discard((digest,))
+            for stored in (self._offered, self._left):
                 stored.discard(digest)
             assert node.parent is not None
             key = StoredKey(digest, node.parent.digest, node.tokens)
@@ -337,6 +340,8 @@ class StoredPrefixes:
         ready: list[Sequence] = []
         for each in map(TierNews._make, news):
             ready += self._hear(each)
+        if news:
+            self.stats.num_stored_blocks = len(self._known)
         ready += self._give_up(now)
         return [Settled(ready)] if ready else []
 
@@ -368,16 +373,17 @@ class StoredPrefixes:
     def _hear(self, news: TierNews) -> list[Sequence]:
         """Take in one piece of news; return those who wait no more."""
         ready: list[Sequence] = []
-        if news.verb in ("known", "complete"):
-            self._known.update(news.digests)
+        if news.verb == "known":
+            assert news.medium is not None
+            self._known.add(news.medium, news.digests)
             self._offered.difference_update(news.digests)
             self.stats.num_bytes_written += news.num_bytes
             self.stats.num_kept_blocks += news.num_places
-        if news.verb == "complete":
+        elif news.verb == "complete":
             self._is_listed = True
             ready, self._unlisted = self._unlisted, []
         elif news.verb == "gone":
-            self._known.difference_update(news.digests)
+            self._known.discard(news.digests, news.medium)
             self._offered.difference_update(news.digests)
         elif news.verb == "fetched":
             ready = self._fetched(news)
@@ -386,11 +392,10 @@ class StoredPrefixes:
         elif news.verb == "off":
             ready = self.parked()
             still_due = [order for order in self._orders if order.verb in ("place", "drop")]
-            unconfirmed, self._left = self._unconfirmed.copy(), self._known | self._offered
+            unconfirmed, self._left = self._unconfirmed.copy(), {*self._known, *self._offered}
             self._forget()
             self._orders, self._unconfirmed = still_due, unconfirmed
             self._is_off = self.stats.is_off = True
-        self.stats.num_stored_blocks = len(self._known)
         return ready
 
     def _fetched(self, news: TierNews) -> list[Sequence]:
@@ -431,7 +436,7 @@ class StoredPrefixes:
             if fetch.ordered_s is not None and now - fetch.ordered_s > MAX_READ_S:
                 self.stats.num_late_fetches += 1
                 self._end(number)
-                self._known.difference_update(fetch.keys.digests[fetch.first : fetch.end])
+                self._known.discard(fetch.keys.digests[fetch.first : fetch.end])
                 self._orders.append(TierOrder("cancel", number))
                 ready += self._freed(fetch)
         return ready

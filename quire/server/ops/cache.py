@@ -231,7 +231,7 @@ def _event_body(event: KVEvent, block_size: int, has_tokens: bool) -> dict[str, 
     if event.kind == "cleared":
         return {"type": "AllBlocksCleared"}
     if event.kind == "removed":
-        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "pool"}
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": event.medium}
     if event.kind == "prompt":
         return {
             "type": "PromptBlocks",
@@ -247,7 +247,7 @@ def _event_body(event: KVEvent, block_size: int, has_tokens: bool) -> dict[str, 
         "token_ids": [token for block in event.tokens for token in block] if has_tokens else [],
         "block_size": block_size,
         "lora_id": names[1] if names[:1] == ("adapter",) else None,
-        "medium": "pool",
+        "medium": event.medium,
     }
 
 

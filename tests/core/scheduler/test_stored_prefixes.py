@@ -21,7 +21,9 @@ class Stored:
         self.keys = self.manager.index.keys(())
         self.node = self.publish()
         assert [each.verb for each in self.orders()] == ["begin", "keep"]
-        self.hear(TierNews("complete", 1), TierNews("known", 0, (self.node.digest,), 1))
+        self.hear(
+            TierNews("complete", 1), TierNews("known", 0, (self.node.digest,), 1, medium="disk")
+        )
         assert self.half.num_stored(self.keys, 0, 1) == 1
 
     def publish(self) -> PrefixNode:
