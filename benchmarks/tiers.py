@@ -62,6 +62,8 @@ class Contender:
     engine: Engine
     first_token_s: list[float] = field(default_factory=list)
     num_hit_tokens: list[int] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+    """Of this process, for each measured burst and all that is written behind it."""
     num_asked: int = 0
 
     def ask(self, prompts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
@@ -83,8 +85,12 @@ class Contender:
         return [found[name] for name in sorted(found, key=int)]
 
     def measure(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Answer them, and remember what was measured."""
-        for seconds, num_hit_tokens in self.ask(prompts):
+        """Answer them, have their blocks written, and remember what was measured."""
+        started_s = time.process_time()
+        found = self.ask(prompts)
+        self.settle()
+        self.processor_s.append(time.process_time() - started_s)
+        for seconds, num_hit_tokens in found:
             self.first_token_s.append(seconds)
             self.num_hit_tokens.append(num_hit_tokens)
 
@@ -191,7 +197,7 @@ def prefixes(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                 each.measure([turn.prompt])
                 if len(turn.history) > len(turn.prompt):
                     each.ask([turn.history])
-                each.settle()
+                    each.settle()
             _say(f"turn {number + 1} of {len(turns)}", contenders)
         stats = contenders[DISK].stats
     lines = [
@@ -199,6 +205,7 @@ def prefixes(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         f"{num_distinct} blocks of histories, a pool of {num_blocks}; "
         f"{stats.num_restored_blocks} restored, {stats.num_faulty_blocks} faulty",
         *_table(turns, contenders),
+        _processor_line(contenders),
     ]
     return _figures(contenders, lengths=[len(turn.prompt) for turn in turns]), lines
 
@@ -228,6 +235,17 @@ def _table(turns: Sequence[Turn], contenders: Mapping[str, Contender]) -> list[s
     return lines
 
 
+def _processor_line(contenders: Mapping[str, Contender]) -> str:
+    """Which a busy machine disturbs less."""
+    plain, disk = (each.processor_s for each in contenders.values())
+    ratios = [second / first for first, second in zip(plain, disk, strict=True)]
+    return (
+        f"processor time, with what is written behind: {PLAIN} {sum(plain):.1f} s, "
+        f"{DISK} {sum(disk):.1f} s, {sum(disk) / sum(plain):.4f} times as much; "
+        f"median of the ratios {statistics.median(ratios):.4f}"
+    )
+
+
 def nothing(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure bursts of prompts of which nothing is found."""
     random = Random(args.seed)
@@ -247,7 +265,6 @@ def nothing(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             ]
             for each in _in_order(contenders, number):
                 each.measure(prompts)
-                each.settle()
             plain, disk = (sum(each.first_token_s[-args.burst :]) for each in contenders.values())
             ratios.append(disk / plain)
             _say(f"burst {number + 1} of {args.bursts}", contenders)
@@ -258,6 +275,7 @@ def nothing(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         f"{medians[1] / medians[0]:.4f} times as long",
         f"ratio of a burst: median {statistics.median(ratios):.4f}, "
         f"mean {statistics.fmean(ratios):.4f} (standard error {spread:.4f})",
+        _processor_line(contenders),
     ]
     return _figures(contenders, ratios=ratios), lines
 
@@ -298,7 +316,7 @@ def _serve(contender: Contender, turns: Sequence[Turn], name: str) -> None:
         contender.measure([turn.prompt])
         if len(turn.history) > len(turn.prompt):
             contender.ask([turn.history])
-        contender.settle()
+            contender.settle()
         _say(f"{name}, turn {number + 1} of {len(turns)}", {name: contender})
 
 
@@ -312,7 +330,11 @@ def _say(what: str, contenders: Mapping[str, Contender]) -> None:
 
 def _figures(contenders: Mapping[str, Contender], **others: Any) -> dict[str, Any]:
     return {
-        name: {"first_token_s": each.first_token_s, "num_hit_tokens": each.num_hit_tokens}
+        name: {
+            "first_token_s": each.first_token_s,
+            "num_hit_tokens": each.num_hit_tokens,
+            "processor_s": each.processor_s,
+        }
         for name, each in contenders.items()
     } | others
 
