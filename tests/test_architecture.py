@@ -180,7 +180,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 7_900,
-    "csrc": 13_700,
+    "csrc": 14_100,
     "quire": 800,
     "quire/bench": 4_000,
     "quire/cli": 4_200,
@@ -196,7 +196,7 @@ MAX_LINES = {
     "quire/models": 5_200,
     "quire/nn": 1_300,
     "quire/observe": 100,
-    "quire/parallel": 1_100,
+    "quire/parallel": 1_800,
     "quire/program": 1_200,
     "quire/quant": 2_150,
     "quire/router": 2_200,

@@ -64,6 +64,8 @@ void sleep_while(Counter &counter, uint32_t value) {
 #endif
 }
 
+}  // namespace
+
 void advance(Counter &counter, uint32_t value) {
     counter.value.store(value, std::memory_order_seq_cst);
     if (counter.num_sleepers.load(std::memory_order_seq_cst) == 0) return;
@@ -71,8 +73,6 @@ void advance(Counter &counter, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t *>(&counter.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #endif
 }
-
-}  // namespace
 
 Gathering::Gathering(void *memory, int64_t num_bytes, int rank, int size, double silence_s)
     : state_(static_cast<GroupState *>(memory)), buffer_bytes_(num_bytes / 2 / 64 * 64), rank_(rank), size_(size),
@@ -91,15 +91,37 @@ bool Gathering::is_lost() const {
     return false;
 }
 
-void Gathering::lose(int rank) { state_->ranks[rank].is_lost.store(1); }
+void Gathering::lose(int rank) {
+    state_->ranks[rank].is_lost.store(1);
+    if (const auto links = this->links()) links->shut();
+}
+
+std::shared_ptr<Links> Gathering::links() const {
+    const std::lock_guard<std::mutex> lock(changing_);
+    return links_;
+}
+
+void Gathering::connect(const std::vector<std::pair<int, int>> &peers, int64_t num_bytes) {
+    auto links = std::make_shared<Links>(state_, num_bytes, silence_s_, peers);
+    const std::lock_guard<std::mutex> lock(changing_);
+    links_.swap(links);
+}
 
 void Gathering::reset() {
+    {
+        std::shared_ptr<Links> former;  // ends without the lock, once no thread uses it
+        const std::lock_guard<std::mutex> lock(changing_);
+        former.swap(links_);
+    }
     std::memset(static_cast<void *>(state_), 0, sizeof(GroupState));
     num_barriers_ = num_posted_ = 0;
     turn_ = 0;
 }
 
-void Gathering::beat() { state_->ranks[rank_].num_beats.fetch_add(1, std::memory_order_relaxed); }
+void Gathering::beat() {
+    state_->ranks[rank_].num_beats.fetch_add(1, std::memory_order_relaxed);
+    if (const auto links = this->links()) links->beat();
+}
 
 // Until the counter of a rank has come to `target`; false after `timeout_s`, if that is not negative. The silence of the
 // rank counts only where there is no timeout.
@@ -147,16 +169,23 @@ bool Gathering::sleep(Counter &counter, uint32_t target, int rank, double timeou
     return true;
 }
 
-void Gathering::barrier() {
+void Gathering::barrier(const std::vector<Extent> &extents) {
     ++num_barriers_;
+    if (const auto links = this->links()) links->send(Links::Kind::arrived, num_barriers_, extents);
     advance(state_->ranks[rank_].arrived, num_barriers_);
     for (int i = 0; i < size_; ++i) {
         if (i != rank_) wait(state_->ranks[i].arrived, num_barriers_, i, -1.0);
     }
 }
 
-void Gathering::post() {
+static std::vector<Extent> one_extent(int64_t first, int64_t num_bytes) {
+    if (num_bytes == 0) return {};
+    return {{first, 0, 1, num_bytes}};
+}
+
+void Gathering::post(int64_t first, int64_t num_bytes) {
     ++num_posted_;
+    if (const auto links = this->links()) links->send(Links::Kind::posted, num_posted_, one_extent(first, num_bytes));
     advance(state_->posted, num_posted_);
 }
 
@@ -170,23 +199,29 @@ bool Gathering::wait_posted(double timeout_s) {
     return true;
 }
 
-void Gathering::finish() { advance(state_->ranks[rank_].done, num_posted_); }
+void Gathering::finish(int64_t first, int64_t num_bytes) {
+    if (const auto links = this->links()) links->send(Links::Kind::done, num_posted_, one_extent(first, num_bytes), 0);
+    advance(state_->ranks[rank_].done, num_posted_);
+}
 
 // ---- exchanges ----
 
-// As many rows at a time as a buffer holds. `write(first, last, buffer)` puts down this rank's part of them.
-template <typename Write>
-void Gathering::exchange(int64_t num_rows, int64_t row_bytes, Write write, void *out) {
+// As many rows at a time as a buffer holds. `write(first, last, buffer)` puts down this rank's part of them, and
+// `extents(first, last, start)` says where it is, in a buffer that starts there.
+template <typename Write, typename Extents>
+void Gathering::exchange(int64_t num_rows, int64_t row_bytes, Write write, Extents extents, void *out) {
     if (num_rows == 0 || row_bytes == 0) return;
     if (row_bytes > buffer_bytes_) throw std::invalid_argument("gather: a row is larger than the buffer");
     const Stopwatch stopwatch(KernelClass::gather);
     const int64_t at_once = buffer_bytes_ / row_bytes;
+    const bool is_linked = links() != nullptr;
     for (int64_t first = 0; first < num_rows; first += at_once) {
         const int64_t last = min64(first + at_once, num_rows);
         char *const buffer = buffers_[turn_];
         turn_ ^= 1;
         write(first, last, buffer);
-        barrier();
+        const int64_t start = buffer - reinterpret_cast<char *>(state_);
+        barrier(is_linked ? extents(first, last, start) : std::vector<Extent>());
         char *const to = static_cast<char *>(out) + first * row_bytes;
         over_rows(last - first, row_bytes / 4, [&](int64_t begin, int64_t end) {
             std::memcpy(to + begin * row_bytes, buffer + begin * row_bytes, (end - begin) * row_bytes);
@@ -213,6 +248,12 @@ void Gathering::columns(const void *own, int64_t num_rows, const std::vector<Col
                 }
             }
         });
+    }, [&](int64_t first, int64_t last, int64_t start) {
+        std::vector<Extent> found;
+        for (const Columns &each : columns) {
+            if (each.num_bytes > 0) found.push_back({start + each.first, row_bytes, last - first, each.num_bytes});
+        }
+        return found;
     }, out);
 }
 
@@ -222,6 +263,17 @@ void Gathering::rows(const void *rows, const std::vector<uint8_t> &is_own, int64
         for (int64_t t = first; t < last; ++t) {
             if (is_own[t]) std::memcpy(buffer + (t - first) * row_bytes, from + t * row_bytes, row_bytes);
         }
+    }, [&](int64_t first, int64_t last, int64_t start) {
+        std::vector<Extent> found;
+        for (int64_t t = first; t < last; ++t) {
+            if (!is_own[t]) continue;
+            if (t > first && is_own[t - 1]) {
+                found.back().num_bytes += row_bytes;
+            } else {
+                found.push_back({start + (t - first) * row_bytes, 0, 1, row_bytes});
+            }
+        }
+        return found;
     }, out);
 }
 
@@ -268,6 +320,16 @@ static void gather_rows(Gathering &group, uintptr_t rows, const std::vector<uint
     group.rows(at, is_own, row_bytes, at);
 }
 
+static void connect_ranks(Gathering &group, const std::vector<std::pair<int, int>> &peers, int64_t num_bytes) {
+    const Arguments args("Gathering.connect");
+    args.between(sizeof(GroupState), MOST_LINKED_BYTES, "the bytes of the memory", num_bytes);
+    for (const auto &[rank, fileno] : peers) {
+        args.between(0, group.size() - 1, "a rank", rank);
+        args.require(rank != group.rank() && fileno >= 0, "a rank that is not another, or no socket");
+    }
+    group.connect(peers, num_bytes);
+}
+
 static void bind_gathering(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     m.attr("MAX_RANKS") = MAX_RANKS;
@@ -276,13 +338,14 @@ static void bind_gathering(nb::module_ &m) {
         .def("__init__", &init_gathering, "memory"_a, "num_bytes"_a, "rank"_a, "size"_a, "silence_s"_a)
         .def("columns", &gather_columns, "own"_a, "num_rows"_a, "columns"_a, "width"_a, "size"_a, "out"_a, release())
         .def("rows", &gather_rows, "rows"_a, "is_own"_a, "row_bytes"_a, release())
-        .def("post", &Gathering::post)
+        .def("connect", &connect_ranks, "peers"_a, "num_bytes"_a, release())
+        .def("post", &Gathering::post, "first"_a, "num_bytes"_a, release())
         .def("wait_done", &Gathering::wait_done, release())
         .def("wait_posted", &Gathering::wait_posted, "timeout_s"_a, release())
-        .def("finish", &Gathering::finish)
-        .def("reset", &Gathering::reset)
-        .def("beat", &Gathering::beat)
-        .def("lose", &Gathering::lose, "rank"_a)
+        .def("finish", &Gathering::finish, "first"_a, "num_bytes"_a, release())
+        .def("reset", &Gathering::reset, release())
+        .def("beat", &Gathering::beat, release())
+        .def("lose", &Gathering::lose, "rank"_a, release())
         .def_prop_ro("is_lost", &Gathering::is_lost);
 }
 static const Registration registration(bind_gathering);

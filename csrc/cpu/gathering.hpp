@@ -7,13 +7,20 @@
 // Every wait is bounded. A rank says that it lives by a count that a thread of its own advances; a wait for a rank whose
 // count stands still for `silence_s`, or that is known to have died, throws std::runtime_error, and the group is over:
 // its owner starts another.
+//
+// Ranks of several hosts have a copy of the memory each, and send one another what they write (links.hpp). All else is the
+// same: who may write where, and when, is decided by the same counters.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "dispatch.hpp"
+#include "links.hpp"
 
 namespace quire {
 
@@ -23,6 +30,9 @@ constexpr int MAX_RANKS = 64;
 struct alignas(64) Counter {
     std::atomic<uint32_t> value, num_sleepers;
 };
+
+// Let it grow, and wake them.
+void advance(Counter &counter, uint32_t value);
 
 struct RankState {
     Counter arrived;  // at barriers
@@ -55,14 +65,17 @@ class Gathering {
     // Rows of which each rank has some: `rows` to `out`, which may be the same.
     void rows(const void *rows, const std::vector<uint8_t> &is_own, int64_t row_bytes, void *out);
 
-    // Of rank 0: tell the others that there is something to be done; wait until all have done it.
-    void post();
+    // Of rank 0: tell the others that there is something to be done; wait until all have done it. Ranks that share no memory
+    // are sent `num_bytes` of it, from `first` on.
+    void post(int64_t first, int64_t num_bytes);
     void wait_done();
-    // Of the others: wait for the next thing to be done, for so long; say that it is.
+    // Of the others: wait for the next thing to be done, for so long; say that it is, and send rank 0 part of the memory.
     bool wait_posted(double timeout_s);
-    void finish();
+    void finish(int64_t first, int64_t num_bytes);
 
-    // Back to the first state, once all the others have ended.
+    // Ranks that share no memory: by these sockets the others are reached. The memory has `num_bytes` in all.
+    void connect(const std::vector<std::pair<int, int>> &peers, int64_t num_bytes);
+    // Back to the first state, without sockets, once all the others have ended.
     void reset();
 
     void beat();
@@ -70,9 +83,10 @@ class Gathering {
     bool is_lost() const;    // whether any is
 
    private:
-    template <typename Write>
-    void exchange(int64_t num_rows, int64_t row_bytes, Write write, void *out);
-    void barrier();
+    template <typename Write, typename Extents>
+    void exchange(int64_t num_rows, int64_t row_bytes, Write write, Extents extents, void *out);
+    void barrier(const std::vector<Extent> &extents);
+    std::shared_ptr<Links> links() const;
     bool wait(Counter &counter, uint32_t target, int rank, double timeout_s);
     bool sleep(Counter &counter, uint32_t target, int rank, double timeout_s);
 
@@ -83,6 +97,8 @@ class Gathering {
     double silence_s_;
     uint32_t num_barriers_ = 0, num_posted_ = 0;
     int turn_ = 0;
+    mutable std::mutex changing_;
+    std::shared_ptr<Links> links_;  // null: all share one memory
 };
 
 }  // namespace quire

@@ -27,7 +27,7 @@ SWITCHES = ("auto", "on", "off")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
-EXECUTOR_BACKENDS = ("mp", "uni")
+EXECUTOR_BACKENDS = ("mp", "sockets", "uni")
 MAX_RANKS = 64
 QUANTIZATIONS = ("int8", "int4")
 STORED_QUANTIZATIONS = {
@@ -286,7 +286,8 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = _option(
         None,
-        "how the processes of one model are run: mp starts them on this machine, uni is one alone",
+        "how the processes of one model are run: mp starts them on this machine, where they share "
+        "memory, sockets likewise, with connections in its place, uni is one alone",
         choices=EXECUTOR_BACKENDS,
     )
     distributed_timeout_seconds: float = _option(

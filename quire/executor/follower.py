@@ -14,7 +14,7 @@ from quire.parallel.adapters import FollowedAdapters
 from quire.parallel.divided import forward
 from quire.parallel.pipeline import run_stage, with_states
 from quire.parallel.sections import ROUND_S, ResultSender, StageReceiver, StageSender
-from quire.parallel.shared_memory import Kind, RankCommand, SharedMemory
+from quire.parallel.shared_memory import Extent, Kind, RankCommand, SharedMemory
 from quire.worker.memory import KVMemory
 from quire.worker.staging import Staging
 
@@ -41,19 +41,21 @@ class Follower:
         native = self._exchange.native
         while goes_on():
             if native.wait_posted(ROUND_S):
-                self._do(self._shared.read())
-                native.finish()
+                native.finish(*self._do(self._shared.read()))
 
-    def _do(self, command: RankCommand) -> None:
+    def _do(self, command: RankCommand) -> Extent:
+        """Return what was written for rank 0 of the memory."""
+        if command.kind in (Kind.READ_BLOCKS, Kind.WRITE_BLOCKS):
+            return self._move(command)
         if command.kind == Kind.FORWARD:
             forward(self._model.run, command, self._memory.caches, self._adapters)
-            return
-        if command.kind == Kind.LOAD_ADAPTER:
+        elif command.kind == Kind.LOAD_ADAPTER:
             self._adapters.load(command)
-            return
-        if command.kind in (Kind.READ_BLOCKS, Kind.WRITE_BLOCKS):
-            self._move(command)
-            return
+        else:
+            self._use(command)
+        return Extent()
+
+    def _use(self, command: RankCommand) -> None:
         (tensor,) = command.tensors
         assert tensor is not None
         if command.kind == Kind.COPY_BLOCKS:
@@ -67,7 +69,7 @@ class Follower:
         else:
             head.argmax(tensor)
 
-    def _move(self, command: RankCommand) -> None:
+    def _move(self, command: RankCommand) -> Extent:
         """Copy this rank's part of blocks to the shared memory, or from it."""
         blocks, room = command.tensors
         assert blocks is not None and room is not None
@@ -75,8 +77,9 @@ class Follower:
         own = room[self._exchange.rank].view(torch.uint8)[: len(numbers) * self._memory.block_bytes]
         if command.kind == Kind.READ_BLOCKS:
             own.copy_(torch.from_numpy(self._memory.read_blocks(numbers)))
-        else:
-            self._memory.write_blocks(numbers, own.numpy())
+            return self._shared.extent_of(own)
+        self._memory.write_blocks(numbers, own.numpy())
+        return Extent()
 
 
 class StageFollower:

@@ -3,7 +3,8 @@ naming them costs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import ConfigError
@@ -11,6 +12,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.executor.interface import Executor
     from quire.parallel.group import RankGroup
+    from quire.parallel.processes import RankPlaces
     from quire.sampling.processors import ProcessorTable
     from quire.worker.worker import Worker
 
@@ -27,8 +29,10 @@ class ExecutorSpec(NamedTuple):
     """Loads the weights and allocates the KV memory, in the process that calls it."""
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers, as in `SchedulerLimits`."""
-    build_ranks: Callable[[], tuple[Worker, ProcessorTable, RankGroup]] | None = None
-    """`build_worker` of rank 0's part, and the processes that have the others'."""
+    build_ranks: Callable[[RankPlaces], tuple[Worker, ProcessorTable, RankGroup]] | None = None
+    """`build_worker` of rank 0's part, and the processes that have the others', in these places."""
+    rank_command: Sequence[str] = ()
+    """What starts such a process."""
 
 
 def _inline(spec: ExecutorSpec) -> Executor:
@@ -49,15 +53,22 @@ def _null(spec: ExecutorSpec) -> Executor:
     )
 
 
-def _ranks(spec: ExecutorSpec) -> Executor:
+def _ranks(places: RankPlaces, spec: ExecutorSpec) -> Executor:
     from quire.executor.ranks import RanksExecutor
 
     assert spec.build_ranks is not None, "nothing says what the ranks are made of"
-    return RanksExecutor(*spec.build_ranks())
+    return RanksExecutor(*spec.build_ranks(places))
+
+
+def _local(host: str | None, spec: ExecutorSpec) -> Executor:
+    from quire.parallel.processes import LocalPlaces
+
+    return _ranks(LocalPlaces(spec.rank_command, host), spec)
 
 
 EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {
-    "inline": _inline, "mp": _ranks, "null": _null,
+    "inline": _inline, "mp": partial(_local, None), "null": _null,
+    "sockets": partial(_local, "127.0.0.1"),
 }  # fmt: skip
 
 

@@ -8,18 +8,18 @@ group as a whole: where the ranks are within a step is then unknown. `restart` m
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from quire.errors import EngineError
 from quire.kernels.exchange import Exchange
-from quire.parallel.processes import RankProcess, Watcher
-from quire.parallel.sections import GroupShape, ResultReceiver, Sections, StageSender
+from quire.parallel.processes import RankHandle, RankPlaces, Watcher
+from quire.parallel.sections import ResultReceiver, StageSender
 from quire.parallel.shared_memory import RankCommand
+from quire.parallel.transports import GroupMemory, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,17 @@ class RankGroup:
 
     def __init__(
         self,
-        command: Sequence[str],
+        places: RankPlaces,
+        transport: Transport,
         start: Mapping[str, Any],
-        *,
-        shape: GroupShape,
-        command_bytes: int,
-        silence_s: float,
+        memory: GroupMemory,
     ) -> None:
         """Start the processes; they load while this one does. `start` says what they build; rank,
-        sizes and the memory's descriptors are added to it."""
-        self.shape = shape
-        self._command, self._start = tuple(command), dict(start)
-        self._filenos = Sections.create(shape, command_bytes)
-        self._sections = Sections(self._filenos, shape, command_bytes, silence_s)
+        sizes and the way to the memory are added to it. Places and transport are the group's own
+        from now on."""
+        self.shape = shape = memory.shape
+        self._places, self._transport = places, transport
+        self._sections = transport.sections
         self._observers = self._sections.observers()
         self.memory, self.exchange = self._sections.exchange(0, 0)
         self.next_stage: StageSender | None = None
@@ -58,13 +56,14 @@ class RankGroup:
         if shape.num_stages > 1:
             self.next_stage = self._sections.sender(1)
             self.results = self._sections.result_receiver()
-        self._start |= {
-            "filenos": self._filenos, "num_ranks": shape.num_ranks,
-            "num_stages": shape.num_stages, "command_bytes": command_bytes, "silence_s": silence_s,
+        self._start = dict(start) | {
+            "num_ranks": shape.num_ranks, "num_stages": shape.num_stages,
+            "command_bytes": memory.command_bytes, "silence_s": memory.silence_s,
+            "load_timeout_s": LOAD_TIMEOUT_S,
         }  # fmt: skip
         self.num_starts = 0
         """How often processes were started: new ones have nothing of what the former were told."""
-        self._processes: list[RankProcess] = []
+        self._processes: list[RankHandle] = []
         self._changing = threading.Lock()
         """Held while processes are replaced, and while it is looked who has ended."""
         self._is_closed = False
@@ -78,7 +77,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The other processes, those of this stage first."""
+        """The other processes, those of this stage first. Of another host, the number there."""
         return [each.pid for each in self._processes]
 
     @property
@@ -96,6 +95,7 @@ class RankGroup:
         one cannot."""
         deadline_s = time.monotonic() + LOAD_TIMEOUT_S
         try:
+            self._transport.connect(self._check, deadline_s)
             for each in self._processes:
                 each.wait_ready(deadline_s)
         except BaseException:
@@ -108,8 +108,7 @@ class RankGroup:
         with self.uninterrupted():
             if self.shape.num_ranks > 1:
                 native.wait_done()
-                self.memory.write(command)
-                native.post()
+                native.post(*self.memory.write(command))
             return run()
 
     @contextmanager
@@ -139,9 +138,6 @@ class RankGroup:
         try:
             with self._changing:
                 self._end()
-                self._sections.reset()
-                for each in self._observers:
-                    each.native.reset()
                 self._launch()
             self.wait_ready()
         except BaseException:  # some of them may not have been started
@@ -149,23 +145,29 @@ class RankGroup:
             raise
 
     def close(self) -> None:
-        """End the processes and give the descriptor back. Idempotent."""
+        """End the processes and give back what was taken for them. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._watcher is not None:
             self._watcher.close()
         self._end()
-        for fileno in self._filenos:
-            os.close(fileno)
+        self._transport.close()
+        self._places.close()
         del self.exchange, self.memory, self.next_stage, self.results
-        del self._sections, self._observers
+        del self._sections, self._observers, self._transport
 
     def _launch(self) -> None:
         self.num_starts += 1
+        told = {**self._start, **self._transport.renew()}
         for rank in range(1, self.shape.size):
-            start = self._start | {"rank": rank}
-            self._processes.append(RankProcess(self._command, start, self._filenos))
+            start = told | {"rank": rank}
+            self._processes.append(self._places.start(start, self._transport.filenos))
+
+    def _check(self) -> None:
+        """Raise where a process will never be ready."""
+        for each in self._processes:
+            each.look()
 
     def _end(self) -> None:
         processes, self._processes = self._processes, []
@@ -179,5 +181,4 @@ class RankGroup:
                 self._lose()
 
     def _lose(self) -> None:
-        for each in self._observers:
-            each.native.lose(0)
+        self._transport.lose()

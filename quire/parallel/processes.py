@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from quire.errors import ConfigError, EngineError
 
@@ -24,8 +24,57 @@ _KILL_TIMEOUT_S = 10.0
 _MAX_ANSWER_CHARS = 4096
 
 
+class RankHandle(Protocol):
+    """A rank that was started, wherever it is."""
+
+    @property
+    def pid(self) -> int:
+        """The number that the rank's own system gives it; 0 until it is known."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to be gone. Asks nobody."""
+
+    def look(self) -> bool:
+        """Return whether it is ready. Raises ConfigError with what it says, EngineError where it
+        has ended without a word."""
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until it is. Raises as `look`, and EngineError where it is not by then."""
+
+    def kill(self) -> None:
+        """End it, frozen or not."""
+
+
+class RankPlaces(Protocol):
+    """Where the ranks of a group run."""
+
+    host: str | None
+    """The address at which they reach the first process; None where they inherit its memory."""
+
+    def start(self, start: Mapping[str, Any], filenos: Sequence[int]) -> RankHandle:
+        """Start a rank, and return at once. Raises EngineError where it cannot be."""
+
+    def close(self) -> None:
+        """Give back what was taken for them. Idempotent."""
+
+
+class LocalPlaces:
+    """Processes of this host. Implements `RankPlaces`."""
+
+    def __init__(self, command: Sequence[str], host: str | None = None) -> None:
+        """With a `host`, they share no memory, and have this address, too."""
+        self._command, self.host = tuple(command), host
+
+    def start(self, start: Mapping[str, Any], filenos: Sequence[int]) -> RankProcess:
+        return RankProcess(self._command, {**start, "host": self.host}, filenos)
+
+    def close(self) -> None:
+        return  # they have nothing but their processes
+
+
 class RankProcess:
-    """One rank's process."""
+    """One rank's process on this host. Implements `RankHandle`."""
 
     def __init__(
         self, command: Sequence[str], start: Mapping[str, Any], filenos: Sequence[int]
@@ -38,6 +87,7 @@ class RankProcess:
         except OSError as error:
             raise EngineError(f"a rank cannot be started: {type(error).__name__}") from error
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._is_ready = False
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -54,19 +104,26 @@ class RankProcess:
         """Whether the process is gone."""
         return self._process.poll() is not None
 
+    def look(self) -> bool:
+        """See `RankHandle.look`."""
+        return self._look(0.0)
+
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait for its answer. Raises ConfigError with what it says, EngineError where it ends
-        without a word or says nothing until then."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                answer = json.loads(self._answers.get(timeout=_LOOK_INTERVAL_S) or b"{}")
-                if "error" in answer:
-                    raise ConfigError(str(answer["error"]))
-                if answer.get("ready"):
-                    return
-                raise EngineError(f"a rank ended while it was loading (process {self.pid})")
+        """See `RankHandle.wait_ready`."""
+        while not self._look(_LOOK_INTERVAL_S):
             if time.monotonic() > deadline_s:
                 raise EngineError(f"a rank is not loaded in time (process {self.pid})")
+
+    def _look(self, timeout_s: float) -> bool:
+        if not self._is_ready:
+            with contextlib.suppress(queue.Empty):
+                answer = json.loads(self._answers.get(timeout=timeout_s) or b"{}")
+                if "error" in answer:
+                    raise ConfigError(str(answer["error"]))
+                if not answer.get("ready"):
+                    raise EngineError(f"a rank ended while it was loading (process {self.pid})")
+                self._is_ready = True
+        return self._is_ready
 
     def kill(self) -> None:
         """End it, frozen or not, and wait until the system has taken back what it held."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.kernels.exchange import Exchange
-from quire.parallel.shared_memory import RankCommand, SharedMemory, create_memory
+from quire.parallel.shared_memory import Extent, RankCommand, SharedMemory, create_memory
 
 ROUND_S = 1.0
 """Between two looks at whether to go on, while nothing is to be done."""
@@ -54,8 +54,7 @@ class StageSender:
         """Put a command down, once all have taken the one before. Raises RuntimeError when one of
         them is gone or silent."""
         self._native.wait_done()
-        self._memory.write(command)
-        self._native.post()
+        self._native.post(*self._memory.write(command))
 
 
 class StageReceiver:
@@ -73,7 +72,7 @@ class StageReceiver:
             return None
         command = self._memory.read()
         tensors = tuple(None if each is None else each.clone() for each in command.tensors)
-        self._native.finish()
+        self._native.finish(*Extent())
         self._has_heard = True
         return None if command == GREETING else command._replace(tensors=tensors)
 
@@ -86,8 +85,9 @@ class ResultSender:
 
     def send(self, first_row: int, states: Tensor) -> None:
         """Put rows [n, H] down; the others of the step are elsewhere, so that nothing waits."""
-        self._memory.rows(first_row, states.shape[1], len(states), states.dtype).copy_(states)
-        self._native.post()
+        room = self._memory.rows(first_row, states.shape[1], len(states), states.dtype)
+        room.copy_(states)
+        self._native.post(*self._memory.extent_of(room))
 
 
 class ResultReceiver:
@@ -104,6 +104,16 @@ class ResultReceiver:
         out.copy_(self._memory.rows(0, out.shape[1], len(out), out.dtype))
 
 
+class Joined(NamedTuple):
+    """A section that a process takes part in, as one of `size`."""
+
+    section: int
+    rank: int
+    size: int
+    memory: SharedMemory
+    exchange: Exchange
+
+
 class Sections:
     """One process's view of all of them."""
 
@@ -112,7 +122,7 @@ class Sections:
     ) -> None:
         self.shape, self._silence_s = shape, silence_s
         self._memories = [SharedMemory(fileno, command_bytes) for fileno in filenos]
-        self._own: list[Exchange] = []
+        self.joined: list[Joined] = []
 
     @staticmethod
     def create(shape: GroupShape, command_bytes: int) -> list[int]:
@@ -147,10 +157,20 @@ class Sections:
         """The same as the first process has it."""
         return ResultReceiver(*self._joined(self.shape.num_sections - 1, 1, 2))
 
+    def process_of(self, section: int, rank: int) -> int:
+        """Return which process of the group takes part in a section as this rank."""
+        num_stages, num_ranks = self.shape
+        if section < num_stages:
+            return section * num_ranks + rank
+        if section == self.shape.num_sections - 1:
+            return 0 if rank == 1 else (num_stages - 1) * num_ranks
+        stage = section - num_stages + 1
+        return (stage - 1) * num_ranks if rank == 0 else stage * num_ranks + rank - 1
+
     def beat(self) -> None:
         """Give a sign of life in every section that this process is part of."""
-        for each in self._own:
-            each.native.beat()
+        for each in self.joined:
+            each.exchange.native.beat()
 
     def observers(self) -> list[Exchange]:
         """Return one for each section, to say that a process is lost, or to begin anew; they take
@@ -160,8 +180,8 @@ class Sections:
 
     def reset(self) -> None:
         """Begin anew, once all other processes have ended."""
-        for each in self._own:
-            each.native.reset()
+        for each in self.joined:
+            each.exchange.native.reset()
 
     def _entry(self, stage: int) -> int:
         return self.shape.num_stages + stage - 1
@@ -169,5 +189,5 @@ class Sections:
     def _joined(self, section: int, rank: int, size: int) -> tuple[SharedMemory, Exchange]:
         memory = self._memories[section]
         exchange = memory.exchange(rank, size, self._silence_s)
-        self._own.append(exchange)
+        self.joined.append(Joined(section, rank, size, memory, exchange))
         return memory, exchange

@@ -2,7 +2,8 @@
 rank 0 asks of the others.
 
 It has no name, so that no other process can open it, nothing is left behind by one that is killed,
-and no limit on /dev/shm applies: a rank inherits its descriptor.
+and no limit on /dev/shm applies: a rank inherits its descriptor. Ranks that cannot have one memory
+have a copy each, and send one another what they write (`quire.parallel.transports`).
 """
 
 from __future__ import annotations
@@ -52,11 +53,19 @@ class RankCommand(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
+class Extent(NamedTuple):
+    """Some of the memory."""
+
+    first: int = 0
+    num_bytes: int = 0
+
+
 class SharedMemory:
     """One process's mapping."""
 
     def __init__(self, fileno: int, command_bytes: int) -> None:
-        """`fileno` is that of `create_memory`, with the same `command_bytes`."""
+        """`fileno` is that of `create_memory`, with the same `command_bytes`; -1 for memory that
+        this process has alone."""
         from quire.kernels.cpu import _native
 
         self._state_bytes = align_up(_native.GROUP_STATE_BYTES, mmap.PAGESIZE)
@@ -72,17 +81,29 @@ class SharedMemory:
         native = _native.Gathering(self._bytes.data_ptr(), GATHER_BYTES, rank, num_ranks, silence_s)
         return Exchange(native, rank, num_ranks, self)
 
-    def write(self, command: RankCommand) -> None:
-        """Put a command down. The one before must be done."""
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return len(self._bytes)
+
+    def extent_of(self, view: Tensor) -> Extent:
+        """Return where a contiguous view of this memory lies."""
+        return Extent(view.data_ptr() - self._bytes.data_ptr(), view.nbytes)
+
+    def write(self, command: RankCommand) -> Extent:
+        """Put a command down, and return where it lies. The one before must be done."""
         header = [command.kind, len(command.numbers), *command.numbers, len(command.tensors)]
         for tensor in command.tensors:
             shape = [] if tensor is None else list(tensor.shape)
             header += [-1 if tensor is None else _DTYPES.index(tensor.dtype), len(shape), *shape]
         assert len(header) <= _MAX_HEADER, "a command with too many tensors"
         self._header()[: len(header)] = header
+        end = self._command_start + _MAX_HEADER * 8
         for tensor, place in zip(command.tensors, self._places(command.tensors), strict=True):
             if tensor is not None and tensor.numel():
                 place.copy_(tensor.contiguous().view(torch.uint8).view(-1))
+                end = sum(self.extent_of(place))
+        return Extent(self._command_start, end - self._command_start)
 
     def read(self) -> RankCommand:
         """Return the command that was put down."""

@@ -39,6 +39,7 @@ DIVISIONS: Mapping[str, dict[str, Any]] = {
     "PP 3": {PP: 3},
     "PP 2 of TP 2": {PP: 2, TP: 2},
     "PP 2 of EP 2": {PP: 2, TP: 2, "enable_expert_parallel": True},
+    "PP 2 of TP 2 by sockets": {PP: 2, TP: 2, "distributed_executor_backend": "sockets"},
     "DP 2": {DP: 2},
     "DP 2 of TP 2": {DP: 2, TP: 2},
 }

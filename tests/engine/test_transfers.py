@@ -173,13 +173,15 @@ def test_every_form_of_keys_and_values_is_transferred(make: Make, form: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_NATIVE, reason="ranks need the native kernels")
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "backend"), [((2, 1), "mp"), ((1, 2), "mp"), ((3, 2), "sockets")], ids=str
+)
 def test_engines_of_several_ranks_transfer_to_one_another(
-    make: Make, degrees: tuple[int, int]
+    make: Make, degrees: tuple[int, int], backend: str
 ) -> None:
     expected = bits(answer(make()))
     producer, consumer = (
-        make(role, tensor_parallel_size=degree)
+        make(role, tensor_parallel_size=degree, distributed_executor_backend=backend)
         for role, degree in zip(("producer", "consumer"), degrees, strict=True)
     )
     output = answer(consumer, computed(producer))

@@ -57,7 +57,12 @@ def test_divided_models_serve_adapters_with_the_same_bits(
     assert turned != expected
     for sizes in ((2, 1), (3, 1), (1, 2), (2, 2)):
         names = ("tensor_parallel_size", "pipeline_parallel_size")
-        llm = make_llm(**given, **dict(zip(names, sizes, strict=True)))
+        backend = "sockets" if sizes == (2, 2) else "mp"
+        llm = make_llm(
+            **given,
+            **dict(zip(names, sizes, strict=True)),
+            distributed_executor_backend=backend,
+        )
         assert answers(llm, chosen) == expected, sizes
         group = ranks_of(llm.engine).group
         os.kill(group.pids[-1], signal.SIGKILL)  # the new one knows no adapter

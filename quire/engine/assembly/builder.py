@@ -41,6 +41,7 @@ from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.step_costs import SUFFIX as COST_SUFFIX
 from quire.engine.plan.step_costs import StepCostFile
+from quire.engine.ranks import RANK_COMMAND
 from quire.errors import ConfigError
 from quire.executor.registry import ExecutorSpec, make_executor
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from quire.nn.parts import ModelPart
     from quire.parallel.adapters import LedAdapters
     from quire.parallel.group import RankGroup
+    from quire.parallel.processes import RankPlaces
     from quire.sampling.processors import ProcessorTable
     from quire.worker.companions import Companion
     from quire.worker.memory import KVMemory
@@ -209,16 +211,20 @@ def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
         partial(_build_worker, planned),
         limits.windows,
         partial(_build_ranks, planned),
+        RANK_COMMAND,
     )
     is_alone = planned.plan.config.num_processes == 1
-    return make_executor(name or ("inline" if is_alone else "mp"), spec)
+    given = planned.plan.config.distributed_executor_backend or "mp"
+    return make_executor(name or ("inline" if is_alone else given), spec)
 
 
-def _build_ranks(planned: PlannedModel) -> tuple[Worker, ProcessorTable, RankGroup]:
+def _build_ranks(
+    planned: PlannedModel, places: RankPlaces
+) -> tuple[Worker, ProcessorTable, RankGroup]:
     """Start the other ranks, and build the part of rank 0 while they build theirs."""
     from quire.engine.ranks.launch import start_group
 
-    group = start_group(planned)
+    group = start_group(planned, places)
     try:
         worker, processors = _build_worker(planned, group)
         group.wait_ready()

@@ -44,7 +44,7 @@ def main() -> int:
     logging.basicConfig(format=f"quire: rank {start['rank']}: %(levelname)s: %(message)s")
     threading.Thread(target=_end_with_input, name="quire-parent", daemon=True).start()
     try:
-        serve, beat = _build(start)
+        serve, end = _build(start)
     except Exception as error:
         is_expected = isinstance(error, QuireError)
         if not is_expected:
@@ -59,12 +59,13 @@ def main() -> int:
         log_failure(logger, "the rank ends", error)
         return 1
     finally:
-        beat.set()
+        end()
     return 0
 
 
-def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Event]:
-    """Build what rank 0 describes, and begin to give signs of life."""
+def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Build what rank 0 describes, and begin to give signs of life. Returns what serves, and what
+    ends all this."""
     from quire.engine.assembly.builder import (
         adapter_loader,
         adapter_table,
@@ -76,11 +77,16 @@ def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Even
     from quire.engine.assembly.preparation import plan_engine
     from quire.engine.assembly.threads import set_num_threads
     from quire.engine.plan.machine import Machine
+    from quire.engine.ranks.launch import facts
     from quire.parallel.processes import BEAT_INTERVAL_S
-    from quire.parallel.sections import GroupShape, Sections
+    from quire.parallel.sections import GroupShape
+    from quire.parallel.transports import GroupMemory, join
 
     shape = GroupShape(start["num_stages"], start["num_ranks"])
-    sections = Sections(start["filenos"], shape, start["command_bytes"], start["silence_s"])
+    membership = join(
+        start, GroupMemory(shape, start["command_bytes"], start["silence_s"]), facts()
+    )
+    sections = membership.sections
     stage, rank = divmod(start["rank"], shape.num_ranks)
     shared, exchange = sections.exchange(stage, rank)
     place = _Place(stage, rank, shared, exchange)
@@ -93,7 +99,7 @@ def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Even
 
     sections.beat()
     threading.Thread(target=beat, name="quire-beat", daemon=True).start()
-    check_unchanged(start["files"])
+    check_unchanged(start["files"], are_copies=start["are_copies"])
     config = EngineConfig.from_options(start["model"], start["options"])
     machine = replace(Machine.inspect(), available_memory=_ALL_MEMORY)
     planned = plan_engine(config, machine)
@@ -103,9 +109,15 @@ def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], threading.Even
     load = adapter_loader(planned.plan, kernels, part)
     table = adapter_table(planned.plan, load)  # so that projections take adapters
     model = load_model(planned, kernels, table, part).decoder
-    check_unchanged(start["files"])  # also while they were read
+    check_unchanged(start["files"], are_copies=start["are_copies"])  # also while they were read
     memory = kv_memory(planned.plan, model)
-    return partial(connect, model, memory, _followed(load)), is_over
+    membership.connect()
+
+    def end() -> None:
+        is_over.set()
+        membership.close()
+
+    return partial(connect, model, memory, _followed(load)), end
 
 
 def _followed(load: Callable[[AdapterOrder], PackedAdapter] | None) -> FollowedAdapters:
@@ -130,7 +142,7 @@ def _connect(
     sections: Sections, place: _Place
 ) -> Callable[[DecoderModel, KVMemory, FollowedAdapters], None]:
     """Return what serves with a model, until the first process is gone. Signs of life are given on
-    all ways in and out from now on."""
+    all ways in and out from now on, as far as there are connections."""
     from quire.executor.follower import Follower, StageFollower
     from quire.parallel.sections import ROUND_S
 
@@ -142,13 +154,13 @@ def _connect(
     is_last = stage == shape.num_stages - 1
     source = sections.receiver(stage, rank)
     next_stage = sections.sender(stage + 1) if rank == 0 and not is_last else None
-    if next_stage is not None:
-        next_stage.greet()
     results = sections.result_sender() if rank == 0 and is_last else None
     # the first process may be stopped, by Ctrl-Z, as long as one likes; no other one is
     wait_s = ROUND_S if stage == 1 else -1.0
 
     def serve(model: DecoderModel, memory: KVMemory, adapters: FollowedAdapters) -> None:
+        if next_stage is not None:
+            next_stage.greet()
         caches = model.caches
         assert caches is not None, "a stage that does not know its caches"
         follower = StageFollower(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from quire.common.version import __version__
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.process.link import start_message
@@ -11,15 +10,15 @@ from quire.errors import ConfigError
 from quire.models.tensors import DTYPE_BYTES
 from quire.parallel.adapters import MAX_PATH
 from quire.parallel.group import RankGroup
+from quire.parallel.processes import RankPlaces
 from quire.parallel.sections import GroupShape
 from quire.parallel.shared_memory import bytes_of_command
+from quire.parallel.transports import GroupMemory, SharedTransport, SocketTransport, Transport
 
-_COMMAND = (sys.executable, "-P", "-m", "quire.engine.ranks")
 
-
-def start_group(planned: PlannedModel) -> RankGroup:
+def start_group(planned: PlannedModel, places: RankPlaces) -> RankGroup:
     """Start a process for each rank but this one, which builds of the very files that were
-    planned with."""
+    planned with, or, where it is told so, of copies of them."""
     from quire.kernels import cpu
 
     plan = planned.plan
@@ -27,13 +26,28 @@ def start_group(planned: PlannedModel) -> RankGroup:
     if (reason := cpu.absence()) is not None:
         raise ConfigError(f"a model in {shape.size} processes needs the native kernels: {reason}")
     start = start_message(plan, planned.files)
+    memory = GroupMemory(shape, command_bytes(plan), plan.config.distributed_timeout_seconds)
+    transport: Transport
+    if places.host is None:
+        transport = SharedTransport(memory)
+    else:
+        transport = SocketTransport(memory, places.host, facts())
     return RankGroup(
-        _COMMAND,
-        {"model": start.model, "options": dict(start.options), "files": dict(start.files)},
-        shape=shape,
-        command_bytes=command_bytes(plan),
-        silence_s=plan.config.distributed_timeout_seconds,
-    )
+        places,
+        transport,
+        {
+            "model": start.model, "options": dict(start.options), "files": dict(start.files),
+            "are_copies": places.host is not None,
+        },
+        memory,
+    )  # fmt: skip
+
+
+def facts() -> str:
+    """Return what processes of one model must have in common for their bits to be those of one."""
+    from quire.kernels import cpu
+
+    return f"quire {__version__} with kernels for {cpu.isa()}"
 
 
 def command_bytes(plan: EnginePlan) -> int:
