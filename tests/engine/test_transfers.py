@@ -189,6 +189,21 @@ def test_engines_of_several_ranks_transfer_to_one_another(
     assert output.num_cached_tokens >= 72 and stats_of(consumer).num_pulled == 1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_NATIVE, reason="ranks need the native kernels")
+def test_ranks_transfer_blocks_that_are_larger_than_a_step(make: Make) -> None:
+    options: dict[str, Any] = {
+        "config": TINY_LLAMA | {"num_hidden_layers": 16}, "max_num_batched_tokens": 8,
+        "max_num_seqs": 1, "max_model_len": 128, "block_size": 32, "kv_cache_memory": "2MiB",
+    }  # fmt: skip
+    expected = bits(answer(make(**options)))
+    producer, consumer = (
+        make(role, tensor_parallel_size=2, **options) for role in ("producer", "consumer")
+    )
+    assert bits(answer(consumer, computed(producer))) == expected
+    assert stats_of(consumer).num_pulled == 1
+
+
 def test_several_sequences_and_a_prefix_that_is_there_already(make: Make) -> None:
     expected = bits(answer(make(), n=3))
     producer, consumer = make("both"), make("consumer")
