@@ -10,19 +10,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.core.structure import StructuredOutputsParams
+from quire.errors import RequestError
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 30},
-        "kind": {"type": "string", "maxLength": 30},
-    },
+    "properties": {key: {"type": "string", "maxLength": 30} for key in ("name", "kind")},
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
@@ -30,22 +29,26 @@ SCHEMA: dict[str, Any] = {
 
 def done_lines(path: Path) -> int:
     """How many whole lines an earlier run has written; half a line at its end is taken away."""
-    if not path.exists():
-        return 0
+    path.touch()
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        path.write_bytes(whole)
-    return whole.count(b"\n")
+    os.truncate(path, data.rfind(b"\n") + 1)
+    return data.count(b"\n")
 
 
 def objects(llm: LLM, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """For each text what was read in it, or the error."""
+    """For each text what was read in it, or the error; one that is too long is found by halves."""
     keys = " and ".join(SCHEMA["properties"])
     chats = [[{"role": "user", "content": f"{text} Answer as JSON with {keys}."}] for text in texts]
     grammar = StructuredOutputsParams(json=SCHEMA)
     params = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=grammar)
-    for output in llm.chat(chats, params, use_tqdm=False):
+    try:
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    except RequestError as error:
+        half = len(texts) // 2
+        for part in (texts[:half], texts[half:]):
+            yield from objects(llm, part) if half else [{"error": str(error)}] * len(part)
+        return
+    for output in outputs:
         answer = output.outputs[0]
         if output.error is not None or answer.finish_reason != "stop":
             yield {"error": str(output.error or f"the answer was cut: {answer.text}")}
@@ -62,11 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=256, help="lines between two writes")
     args = parser.parse_args(arguments)
     start = done_lines(args.out)
-    with (
-        LLM(args.model) as llm,
-        args.texts.open() as texts,
-        args.out.open("a") as out,
-    ):
+    texts, out = args.texts.open(encoding="utf-8"), args.out.open("a", encoding="utf-8")
+    with LLM(args.model) as llm, texts, out:
         lines = (line.strip() for line in itertools.islice(texts, start, None))
         while batch := list(itertools.islice(lines, args.batch)):
             for each in objects(llm, batch):

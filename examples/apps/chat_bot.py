@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from quire import AsyncLLM, SamplingParams
+from quire.errors import RequestError
 
 MAX_ANSWER_TOKENS = 200
-
 Message = dict[str, str]
 
 
@@ -40,10 +41,15 @@ async def chat(llm: AsyncLLM, lines: Iterable[str], system: str) -> list[Message
         prompt = fit(llm, messages, instructions)
         params = SamplingParams(temperature=0.3, max_tokens=MAX_ANSWER_TOKENS, seed=len(messages))
         shown = ""
-        async for output in llm.generate(prompt, params):
-            text = output.outputs[0].text
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        try:
+            async for output in llm.generate(prompt, params):
+                text = output.outputs[0].text
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+        except RequestError as error:  # such as a line that is longer than the context
+            print(error)
+            messages.pop()
+            continue
         print()
         messages.append({"role": "assistant", "content": shown})
     return messages
@@ -51,11 +57,9 @@ async def chat(llm: AsyncLLM, lines: Iterable[str], system: str) -> list[Message
 
 def typed() -> Iterable[str]:
     """Lines from the keyboard, until it ends."""
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             yield input("> ")
-        except EOFError:
-            return
 
 
 def main(arguments: Sequence[str] | None = None, lines: Iterable[str] | None = None) -> None:

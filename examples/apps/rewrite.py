@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quire import LLM, SamplingParams
 from quire.core.structure import StructuredOutputsParams
+from quire.errors import RequestError
 
 ONE_LINE = r"[^\n]{1,300}"
 
@@ -38,16 +39,26 @@ def rewrite(llm: LLM, text: str, instruction: str, max_tokens: int = 60) -> list
         for before, part in zip(["", *parts], parts, strict=False)
     ]
     grammar = StructuredOutputsParams(regex=ONE_LINE)
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        structured_outputs=grammar,
-    )
-    outputs = llm.chat(chats, params, use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs=grammar)
+    answers = answered(llm, chats, params)
     return [
-        (part, output.outputs[0].text.strip() if output.error is None else part)
-        for part, output in zip(parts, outputs, strict=True)
+        (part, part if text is None else text) for part, text in zip(parts, answers, strict=True)
     ]
+
+
+def answered(
+    llm: LLM, chats: Sequence[list[dict[str, str]]], params: SamplingParams
+) -> list[str | None]:
+    """The answers; None for a chat that has none, or is longer than the context: it is found by
+    halves."""
+    try:
+        outputs = llm.chat(list(chats), params, use_tqdm=False)
+    except RequestError:
+        half = len(chats) // 2
+        if half == 0:
+            return [None]
+        return [*answered(llm, chats[:half], params), *answered(llm, chats[half:], params)]
+    return [each.outputs[0].text.strip() if each.error is None else None for each in outputs]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -50,6 +50,25 @@ def test_the_chat_bot_answers_and_forgets_the_oldest_turns(
 
 
 @pytest.mark.slow
+def test_what_is_longer_than_the_context_costs_no_other_line_its_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "a fox and an owl and " * 300
+    path, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
+    path.write_text(f"This is a fox.\n{long}\nThis is an owl.\n")
+    batch_file.main([str(path), str(out)])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "the context holds" in lines.pop(1)["error"]
+    assert len(lines) == 2 and not any("context" in str(each) for each in lines)
+    rewrite.main([str(path)])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[3] == f"+ {long.strip()}" and len(shown) == 6 and shown[5][2:]
+    chat_bot.main([], [long, "Tell me a story about a fox.", ""])
+    shown = capsys.readouterr().out.splitlines()
+    assert "the context holds" in shown[0] and len(shown[1].split()) > 10
+
+
+@pytest.mark.slow
 def test_a_text_is_rewritten_sentence_by_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
