@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +15,8 @@ import pytest
 from code_in_data import watch
 
 from quire.bench.limits import torch_multiplies_bfloat16
+from quire.text.tokenizer import Tokenizer
+from quire.weights.folder import resolve_model
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
 
@@ -43,6 +47,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("quire")
 
+ALL_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
+
 watch()
 
 
@@ -56,16 +62,50 @@ def pytest_xdist_auto_num_workers() -> int:
     return num_cores + (num_cores + 1) // 2
 
 
+def pytest_sessionstart() -> None:
+    """Collect no garbage while thousands of modules and tests are made, all of which stay."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep thousands of collected tests out of every later collection of garbage:
     many tests ask for one."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module all of whose tests would be deselected for being slow: some import what
+    takes seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if ALL_SLOW.search(text) else None
 
 
 def pytest_unconfigure() -> None:
     """Let the last collection find everything: the native extension reports what is left."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shipped_tokenizer() -> Iterator[None]:
+    """Read the tokenizer of the shipped model once in a process: hundreds of engines have it, and
+    reading it takes as long as the rest of a tiny engine. It keeps nothing of a request."""
+    read = Tokenizer.from_folder
+    kept: list[Tokenizer] = []
+
+    def from_folder(path: str | Path) -> Tokenizer:
+        if Path(path) != resolve_model("quire-storyteller"):
+            return read(path)
+        if not kept:
+            kept.append(read(path))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "from_folder", from_folder)
+        yield
 
 
 @pytest.fixture(scope="session")

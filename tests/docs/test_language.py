@@ -118,8 +118,11 @@ def test_pages_exist() -> None:
 
 
 def _prose(path: Path) -> Iterator[str]:
-    """Yield the docstrings and comments of a file of Python or C++."""
+    """Yield the docstrings and comments of a file of Python or C++, if any of its words is one of
+    CODE_TERMS: most files are not worth tokenizing."""
     text = path.read_text(encoding="utf-8")
+    if not CODE_TERMS.search(" ".join(text.split())):
+        return
     if path.suffix != ".py":
         yield from re.findall(r"//(.*)", text)
         return

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import anthropic
-import msgspec
-import openai
-import pydantic
 import pytest
-from fake_client import FakeClient, Script
-from servers import MODEL, RunningServer, serve
 
-from quire.engine.front.client import ModelInfo
+instructor = pytest.importorskip("instructor")  # before the clients: they take seconds to import
 
-instructor = pytest.importorskip("instructor")
+import anthropic  # noqa: E402
+import msgspec  # noqa: E402
+import openai  # noqa: E402
+import pydantic  # noqa: E402
+from fake_client import FakeClient, Script  # noqa: E402
+from servers import MODEL, RunningServer, serve  # noqa: E402
+
+from quire.engine.front.client import ModelInfo  # noqa: E402
+
 # of modes that programs go on using
 pytestmark = pytest.mark.filterwarnings("ignore:Mode:DeprecationWarning")
 
