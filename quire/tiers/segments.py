@@ -8,6 +8,13 @@ A file says of itself what it is, so that an index can be rebuilt of the files a
 is believed: a record counts only if its checksum, its digest, its parent and its content ids are
 those of the request. A record that was cut off, at whatever byte, is no record. Records have
 one length, so that damage to one hides no other. Owns the layout; knows no folder.
+
+The checksum is against damage, not against an enemy, who could write to the folder: BLAKE2 of
+everything but the payload, of the payload's CRC-32 and of a multilinear hash of it: the sum of its
+64-bit words, each times an odd number of its own, modulo 2^64. The CRC tells the damage that the
+sum is weak at (several words that change in their highest bits alone), and the sum all else but for
+one chance in 2^64. BLAKE2 of the payload took longer than all else that keeping a block costs (Zen
+3, 1.8 MB: 2.2 ms, and 0.5 and 0.15 ms for CRC and sum).
 """
 
 from __future__ import annotations
@@ -15,19 +22,25 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.core.tiers import StoredKey
 
-_MAGIC = b"QuireKV1"
+_MAGIC = b"QuireKV2"
 _RECORD_MAGIC, _VOID = b"blok", b"void"
 _HEADER = struct.Struct("<8s32sII16s")
 _RECORD = struct.Struct("<4s12x16s16s16s")
+_SUMS = struct.Struct("<IQ")
 _DIGEST_BYTES = 16
 _MAX_PIECES = 512
 """Of one call to write: Linux takes 1,024."""
@@ -60,7 +73,7 @@ HEADER_BYTES = _HEADER.size
 def encode(key: StoredKey, payload: memoryview) -> list[bytes | memoryview]:
     """Return a record, in pieces to be written one behind the other."""
     content = array("i", key.content_ids).tobytes()
-    checksum = _checksum(key.digest, key.parent, content, payload)
+    checksum = _checksum(key.digest, key.parent, content, sums_of(payload))
     head = _RECORD.pack(_RECORD_MAGIC, key.digest, key.parent, checksum)
     return [head, content, payload]
 
@@ -78,7 +91,7 @@ def decode(record: memoryview, key: StoredKey) -> memoryview | None:
         and digest == key.digest
         and parent == key.parent
         and record[_RECORD.size : start] == content
-        and checksum == _checksum(digest, parent, content, payload)
+        and checksum == _checksum(digest, parent, content, sums_of(payload))
     )
     return payload if is_same else None
 
@@ -158,6 +171,22 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+def sums_of(payload: memoryview) -> bytes:
+    """Return CRC and sum of a payload, 12 bytes; see above."""
+    count, rest = divmod(len(payload), 8)
+    words, factors = np.frombuffer(payload, "<u8", count), _factors(count + 1)
+    last = int.from_bytes(payload[8 * count :], "little") if rest else 0
+    total = int(np.dot(words, factors[:count])) + last * int(factors[count])
+    return _SUMS.pack(zlib.crc32(payload), total % (1 << 64))
+
+
+@lru_cache(maxsize=4)
+def _factors(count: int) -> NDArray[np.uint64]:
+    """Return odd numbers that look random, the same in every process."""
+    drawn = hashlib.shake_256(b"quire: factors of words").digest(8 * count)
+    return np.frombuffer(drawn, "<u8") | np.uint64(1)
 
 
 def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> None:

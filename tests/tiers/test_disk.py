@@ -16,6 +16,7 @@ import pytest
 from quire.core.plan import StepPlan
 from quire.core.tiers import TIERS, StoredKey, TierNews, TierOrder
 from quire.executor.null import NullMemory
+from quire.tiers import segments as segments_module
 from quire.tiers.companion import StoredBlocks
 from quire.tiers.disk import DiskStore
 from quire.tiers.segments import HEADER_BYTES, CacheIdentity
@@ -229,3 +230,24 @@ def test_what_was_to_be_dropped_is_dropped_where_the_disk_is_given_up_before(
     assert "off" in [each.verb for each in news]
     with contextlib.closing(open_store(tmp_path)) as again:
         assert read(again, 1, 2, 3) == [payload(1), None, None]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 8, 43, 64])
+def test_a_checksum_tells_each_bit_and_the_order_of_words(num_bytes: int) -> None:
+    data = bytearray(Random(num_bytes).randbytes(num_bytes))
+    found = {segments_module.sums_of(memoryview(bytes(data)))}
+    for bit in range(8 * num_bytes):
+        data[bit // 8] ^= 1 << bit % 8
+        found.add(segments_module.sums_of(memoryview(bytes(data))))
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(found) == 1 + 8 * num_bytes
+    if num_bytes >= 16:
+        swapped = memoryview(bytes([*data[8:16], *data[:8], *data[16:]]))
+        assert segments_module.sums_of(swapped) not in found
+    for place in range(7, num_bytes - 8, 8):  # the highest bits of two words
+        data[place] ^= 128
+        data[place + 8] ^= 128
+        found.add(segments_module.sums_of(memoryview(bytes(data))))
+        data[place] ^= 128
+        data[place + 8] ^= 128
+    assert len(found) == 1 + 8 * num_bytes + len(range(7, num_bytes - 8, 8))
