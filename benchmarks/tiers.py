@@ -13,6 +13,8 @@ requests, and is not timed: the blocks are those that decoding would have made.
 request is written beside the next.
 **restart**: a share of the turns is served, and the next ones both by an engine that goes on and
 by one that was started anew over a copy of the folder: the share of prompt tokens that each finds.
+With `--simulate` the scheduler, the tiers and their files are the real ones, and the model's plan
+says how long steps take.
 
 The engines take turns within each request, and who begins changes with each. Weights are the
 folder's, or random.
@@ -47,12 +49,14 @@ from quire.engine.front.outputs import RequestOutput
 from quire.engine.loop.engine import Engine
 from quire.errors import EngineError
 from quire.executor.inline import InlineExecutor
+from quire.sim.tier_replay import TierModel, TierReplay
 from quire.tiers.companion import StoredBlocks
 
 PLAIN, DISK = "no tier", "disk"
 _WRITTEN_S = 60.0
 """A disk that has not taken a request's blocks by then is not measured."""
 _POLL_S = 0.002
+_DISK_BYTES = 40 << 30
 
 
 @dataclass
@@ -122,7 +126,18 @@ class Contender:
 
 def _start(stack: ExitStack, args: argparse.Namespace, num_blocks: int, folder: str) -> Contender:
     """Start an engine; without a disk where `folder` is empty."""
-    config = EngineConfig(
+    config = _config(args)
+    if folder:
+        config = replace(config, kv_cache_dir=folder, kv_disk_size=_DISK_BYTES)
+    plan = prepare_model(config).planned.plan
+    block_bytes = plan.kv_bytes // plan.limits.num_blocks
+    engine = build_engine(replace(config, kv_cache_memory=num_blocks * block_bytes))
+    stack.callback(engine.close)
+    return Contender(engine)
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
         model=args.model,
         load_format="auto" if list(Path(args.model).glob("*.safetensors")) else "dummy",
         dtype=args.dtype,
@@ -130,14 +145,7 @@ def _start(stack: ExitStack, args: argparse.Namespace, num_blocks: int, folder: 
         skip_tokenizer_init=True,
         num_threads=args.threads,
         block_size=args.block_size,
-        kv_cache_dir=folder or None,
-        kv_disk_size="40GiB" if folder else None,
     )
-    plan = prepare_model(config).planned.plan
-    block_bytes = plan.kv_bytes // plan.limits.num_blocks
-    engine = build_engine(replace(config, kv_cache_memory=num_blocks * block_bytes))
-    stack.callback(engine.close)
-    return Contender(engine)
 
 
 def _warm_up(contenders: Sequence[Contender], args: argparse.Namespace) -> None:
@@ -285,6 +293,9 @@ def restart(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     turns = _turns(args)
     before, after = turns[: -args.after], turns[-args.after :]
     _, num_blocks = _num_blocks(turns, args)
+    if args.simulate:
+        found = _simulated(before, after, num_blocks, args)
+        return {"num_hit_tokens": found}, _restart_lines(found, before, after)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-tiers-"))
         going_on = _start(stack, args, num_blocks, f"{folder}/a")
@@ -295,15 +306,55 @@ def restart(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         started = _start(stack, args, num_blocks, f"{folder}/b")
         for name, each in (("going on", going_on), ("started anew", started)):
             _serve(each, after, name)
+    first, second = (each.num_hit_tokens for each in (going_on, started))
+    hits = (first[: len(before)], first[len(before) :], second)
+    figures = _figures({"going on": going_on, "started anew": started})
+    return figures, _restart_lines(hits, before, after)
+
+
+_Hits = tuple[list[int], list[int], list[int]]
+"""Tokens that were found of each turn: before, after it by an engine that goes on, and by one that
+was started anew."""
+
+
+def _restart_lines(hits: _Hits, before: Sequence[Turn], after: Sequence[Turn]) -> list[str]:
     ideal = _share([turn.num_known for turn in after], after)
-    shares = [_share(each.num_hit_tokens[-len(after) :], after) for each in (going_on, started)]
-    lines = [
+    shares = [_share(each, after) for each in hits[1:]]
+    return [
         f"{len(before)} turns before, of whose prompt tokens "
-        f"{100 * _share(going_on.num_hit_tokens, before):.1f} % were found",
+        f"{100 * _share(hits[0], before):.1f} % were found",
         f"the {len(after)} after: going on {100 * shares[0]:.1f} %, "
         f"started anew {100 * shares[1]:.1f} %, a cache of unlimited size {100 * ideal:.1f} %",
     ]
-    return _figures({"going on": going_on, "started anew": started}), lines
+
+
+def _simulated(
+    before: Sequence[Turn], after: Sequence[Turn], num_blocks: int, args: argparse.Namespace
+) -> _Hits:
+    plan = prepare_model(_config(args)).planned.plan
+    limits = replace(plan.limits, num_blocks=num_blocks)
+    payload_bytes = plan.kv_bytes // plan.limits.num_blocks * len(limits.windows)
+    model = TierModel(limits, plan.step_costs, payload_bytes)
+
+    def serve(replay: TierReplay, turns: Sequence[Turn], name: str) -> list[int]:
+        found = []
+        for number, turn in enumerate(turns):
+            found.append(replay.serve(f"{name}{number}", turn.prompt, 1).num_hit_tokens)
+            if len(turn.history) > len(turn.prompt):
+                replay.serve(f"{name}{number}+", turn.history, 1)
+        return found
+
+    with tempfile.TemporaryDirectory(prefix="quire-tiers-") as folder:
+        replay = TierReplay(model, Path(folder) / "a", _DISK_BYTES)
+        first = serve(replay, before, "before")
+        replay.settle()
+        shutil.copytree(f"{folder}/a", f"{folder}/b")
+        going_on = serve(replay, after, "after")
+        replay.close()
+        again = TierReplay(model, Path(folder) / "b", _DISK_BYTES)
+        started = serve(again, after, "after")
+        again.close()
+    return first, going_on, started
 
 
 def _share(num_hit_tokens: Sequence[int], turns: Sequence[Turn]) -> float:
@@ -361,6 +412,7 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", type=int, default=4, help="one part of so many is the pool (default: 4)"
     )
     group.add_argument("--after", type=int, default=100, help="turns after it (default: 100)")
+    group.add_argument("--simulate", action="store_true", help="a restart without the model")
     group = parser.add_argument_group("nothing")
     group.add_argument("--bursts", type=int, default=20, help="(default: 20)")
     group.add_argument("--burst", type=int, default=3, help="prompts at once (default: 3)")

@@ -132,10 +132,14 @@ class TierReplay:
             self._step()
         return _served(request)
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Write what is to be written."""
-        if self._scheduler.admission.has_orders:
+        while self._scheduler.admission.has_orders:
             self._step()
+
+    def close(self) -> None:
+        """Write what is to be written, and let go of the folder."""
+        self.settle()
         if self._tiers is not None:
             self._tiers.close()
 
