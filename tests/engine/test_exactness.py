@@ -440,7 +440,7 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
 
 
 VARIANTS = {
-    "int8", "int4", "int8 cache", "fp8 cache", "experts", "int4 experts", "int8 latents",
+    "bfloat16", "int8", "int4", "int8 cache", "fp8 cache", "experts", "int4 experts", "int8 latents",
     "images, bfloat16",
 }  # fmt: skip
 """Numbers that share their way through the engine with others, which the fast suite holds against
@@ -449,12 +449,19 @@ ESSENTIAL = {
     "batched", "chunked", "cached after other use", "partly evicted", "preempted at every token",
     "overlapped, in little memory", "replayed",
 }  # fmt: skip
+IMPLIED = {"cached", "preempted", "overlapped", "restarted", "blocks of 8", "two threads"}
+"""Circumstances that harder ones contain, or that do not depend on what is computed with: the fast
+suite tries them in float32."""
 
 
 ALL_CIRCUMSTANCES = [
     pytest.param(numbers, case, marks=pytest.mark.slow if is_slow else ())
     for numbers, case in itertools.product(NUMBERS, CASES)
-    for is_slow in [numbers in VARIANTS and case not in ESSENTIAL]
+    for is_slow in [
+        (numbers in VARIANTS and case not in ESSENTIAL)
+        or (numbers != "float32" and case in IMPLIED)
+        or numbers == "images, bfloat16"
+    ]
 ]
 
 

@@ -174,7 +174,13 @@ GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
 }
 
 
-@pytest.fixture(params=[*GUESSERS, "a model", "auto and a model", "eagle", "eagle3"])
+GUESSING = [*GUESSERS, "a model", "auto and a model", "eagle", "eagle3"]
+COSTLY = {"auto and a model", "eagle"}
+"""Whose parts others have as well: a model of "a model", a head of "eagle3"."""
+FEWER = [pytest.param(name, marks=pytest.mark.slow if name in COSTLY else ()) for name in GUESSING]
+
+
+@pytest.fixture(params=GUESSING)
 def make_guessing(
     request: pytest.FixtureRequest, make_engine: MakeEngine, draft_config: Path, plain: Answers
 ) -> MakeEngine:
@@ -210,21 +216,39 @@ def test_guesses_change_no_bit(make_guessing: MakeEngine, plain: Answers) -> Non
     assert _num_guessed(engine) > 50
 
 
+CIRCUMSTANCES: dict[str, dict[str, Any]] = {
+    "small steps": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+    "little memory": {"num_blocks": 9, "max_num_seqs": 6, "max_model_len": 128},
+    "overlapped": {"overlap": "on"},
+    "blocks of 4, no cache": {"block_size": 4, "enable_prefix_caching": False},
+    "unchunked": {"enable_chunked_prefill": False},
+}
+_EVERYWHERE = {"suffix", "often right", "eagle3"}
+"""A drafter of each kind: the fast suite holds these against all circumstances, and all drafters
+against those that cut steps and drafts short."""
+
+
+@pytest.mark.parametrize(
+    ("make_guessing", "circumstances"),
+    [
+        pytest.param(name, each, marks=() if is_fast else pytest.mark.slow)
+        for name in GUESSING
+        for each in CIRCUMSTANCES
+        for is_fast in [
+            name in _EVERYWHERE or (name not in COSTLY and each in ("small steps", "little memory"))
+        ]
+    ],
+    indirect=["make_guessing"],
+)
 def test_guesses_change_no_bit_in_other_circumstances(
-    make_guessing: MakeEngine, plain: Answers
+    circumstances: str, make_guessing: MakeEngine, plain: Answers
 ) -> None:
-    for options in (
-        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
-        {"overlap": "on"},
-        {"num_blocks": 9, "max_num_seqs": 6, "max_model_len": 128},
-        {"block_size": 4, "enable_prefix_caching": False},
-        {"enable_chunked_prefill": False},
-    ):
-        engine = make_guessing(**options)
-        assert _answers(engine) == plain, options
-        assert _num_guessed(engine) > 20, options
+    engine = make_guessing(**CIRCUMSTANCES[circumstances])
+    assert _answers(engine) == plain
+    assert _num_guessed(engine) > 20
 
 
+@pytest.mark.parametrize("make_guessing", FEWER, indirect=True)
 def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
     make_guessing: MakeEngine, plain: Answers
 ) -> None:
@@ -241,6 +265,7 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
     assert engine.scheduler.stats.num_preemptions > 8
 
 
+@pytest.mark.parametrize("make_guessing", FEWER, indirect=True)
 def test_what_was_rejected_is_not_found_in_the_cache(
     make_guessing: MakeEngine, plain: Answers
 ) -> None:

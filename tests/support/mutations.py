@@ -19,7 +19,7 @@ from plain_http import Answer, PlainClient
 
 Body = tuple[str, dict[str, Any]]
 """A route, and what is sent to it."""
-SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "6"))
+SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "3"))
 BODIES = int(os.environ.get("QUIRE_FUZZ_BODIES", "0"))
 SEED = int(os.environ.get("QUIRE_FUZZ_SEED", "1"))
 MAX_FAILURES = 5

@@ -21,6 +21,7 @@ def _saturate(run: Any, tenants: dict[str, tuple[float, int, int]], num_steps: i
     """Keep ten requests of each tenant waiting (weight, prompt length, output length);
     tokens computed per tenant."""
     computed: Counter[str] = Counter()
+    run.audit_every = 20  # hundreds of steps, with thousands of blocks to look at
     number = 0
     for step in range(num_steps):
         for tenant, (weight, prompt_len, output_len) in tenants.items():
