@@ -535,9 +535,10 @@ class EngineConfig:
                 f"{getattr(self, name)} needs more; give 'mp', or leave it out"
             )
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not is_number or not 0.0 < timeout <= 3600.0:
+        if not is_number or not 1.0 <= timeout <= 3600.0:
             raise ConfigError(
-                f"distributed_timeout_seconds={timeout!r} must be seconds above 0, at most 3600"
+                f"distributed_timeout_seconds={timeout!r} must be seconds from 1 to 3600: signs of "
+                "life come four times a second"
             )
 
     def _check_adapters(self) -> None:

@@ -162,6 +162,7 @@ def test_nothing_of_a_group_is_left_behind(tmp_path: Path) -> None:
             "distributed_executor_backend='uni' is one process",
         ),
         ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds=0 must be"),
+        ({"distributed_timeout_seconds": 0.2}, "must be seconds from 1 to 3600"),
         ({"pipeline_parallel_size": 3}, "LlamaForCausalLM has 2 layers to divide"),
         ({"pipeline_parallel_size": 9, "tensor_parallel_size": 8}, "are too many processes"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 must be"),
