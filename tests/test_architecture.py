@@ -206,7 +206,7 @@ MAX_LINES = {
     "quire/sim": 1_800,
     "quire/spec": 900,
     "quire/text": 4_450,
-    "quire/tiers": 950,
+    "quire/tiers": 1_000,
     "quire/transfer": 1_400,
     "quire/utils": 100,
     "quire/weights": 2_900,

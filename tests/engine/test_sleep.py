@@ -112,6 +112,7 @@ def test_what_was_stored_before_is_restored_after_and_nothing_is_stored_wrong(
 ) -> None:
     monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 0.0)
     monkeypatch.setattr(companion, "MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(companion, "PROMPT_PAUSE_S", 0.0)
     expected = answers(make_engine(block_size=8))
     engine = make_engine(kv_cache_dir=str(tmp_path), block_size=8)
     for num_steps in range(1, 14):

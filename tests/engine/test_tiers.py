@@ -40,6 +40,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restoring always pays, and small writes do not wait."""
     monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 0.0)
     monkeypatch.setattr(companion, "MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(companion, "PROMPT_PAUSE_S", 0.0)
 
 
 def answers(

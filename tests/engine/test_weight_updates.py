@@ -174,6 +174,7 @@ def test_nothing_that_other_weights_computed_is_found(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 0.0)
     monkeypatch.setattr(companion, "MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(companion, "PROMPT_PAUSE_S", 0.0)
     kinds: dict[str, dict[str, Any]] = {
         "pool": {}, "disk": {"kv_cache_dir": str(tmp_path)}, "host": {"kv_offloading_size": 0.01},
     }  # fmt: skip

@@ -13,9 +13,10 @@ from random import Random
 
 import pytest
 
-from quire.core.plan import StepPlan
+from quire.core.plan import RowWork, StepPlan
 from quire.core.tiers import TIERS, StoredKey, TierNews, TierOrder
 from quire.executor.null import NullMemory
+from quire.tiers import companion
 from quire.tiers import segments as segments_module
 from quire.tiers.companion import StoredBlocks
 from quire.tiers.disk import DiskStore
@@ -251,3 +252,34 @@ def test_a_checksum_tells_each_bit_and_the_order_of_words(num_bytes: int) -> Non
         data[place] ^= 128
         data[place + 8] ^= 128
     assert len(found) == 1 + 8 * num_bytes + len(range(7, num_bytes - 8, 8))
+
+
+def test_writing_waits_while_prompts_are_computed_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(companion, "MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(companion, "PROMPT_PAUSE_S", 1e9)
+    monkeypatch.setattr(companion, "MAX_POSTPONED_S", 1e9)
+    memory = NullMemory(8, 4)
+    identity = CacheIdentity(IDENTITY.digest, 4, memory.block_bytes)
+    half = StoredBlocks(memory, lambda: DiskStore(tmp_path, identity, 1 << 20))
+    kept = TierOrder("keep", 0, (key(1), key(2)), ((0,), (1,)))
+    half.begin(StepPlan(1, (RowWork(0, 0, 4),), orders={TIERS: (kept,)}))
+    with half._change:
+        assert half._take_writes() == [] and half._writes, "a prompt is computed"
+    monkeypatch.setattr(companion, "MAX_POSTPONED_BYTES", 1)
+    half.begin(StepPlan(2, (RowWork(0, 4, 1),)))
+    wait_until_written(half)
+    monkeypatch.setattr(companion, "MAX_POSTPONED_BYTES", 1 << 20)
+    later = TierOrder("keep", 0, (key(3),), ((2,),))
+    half.begin(StepPlan(3, (RowWork(0, 5, 4),), orders={TIERS: (later,)}))
+    half.close()  # which ends every wait
+    with contextlib.closing(DiskStore(tmp_path, identity, 1 << 20)) as again:
+        assert [each is not None for each in again.read([key(n) for n in (1, 2, 3)])] == [True] * 3
+
+
+def wait_until_written(half: StoredBlocks) -> None:
+    until = time.monotonic() + 60
+    while half.is_busy:
+        assert time.monotonic() < until, "nothing is written"
+        time.sleep(0.001)
