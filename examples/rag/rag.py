@@ -2,8 +2,8 @@
 
     python -m examples.rag.rag "Where does the fox sleep?"
 
-One shipped model does all four by default, and not well: it tells stories. Name better ones with
---embedder, --reranker and --answerer, each a folder or a name of the hub.
+By default a small shipped model finds, and another reranks and answers, not well: it tells stories.
+Name better ones with --embedder, --reranker and --answerer, each a folder or a name of the hub.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from quire import LLM, Predicate, SamplingParams
 
-STORYTELLER = "quire-storyteller"
+STORYTELLER, EMBEDDER = "quire-storyteller", "quire-embedder"
 DOCUMENTS = Path(__file__).parent / "documents.txt"
 
 
@@ -54,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question")
     parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="one text a line")
-    for name in ("embedder", "reranker", "answerer"):
-        parser.add_argument(f"--{name}", default=STORYTELLER)
+    parser.add_argument("--embedder", default=EMBEDDER)
+    parser.add_argument("--reranker", default=STORYTELLER)
+    parser.add_argument("--answerer", default=STORYTELLER)
     args = parser.parse_args(arguments)
     documents = args.documents.read_text(encoding="utf-8").splitlines()
     with ExitStack() as stack:

@@ -73,19 +73,25 @@ def write_weights(model: Storyteller, path: Path) -> None:
     path.chmod(0o644)  # safetensors makes it readable for its owner only
 
 
-def write_attribution(table: Path, path: Path) -> None:
-    """One line a storybook: title, writer and translator. All of them are CC-BY."""
+def write_attribution(
+    table: Path,
+    path: Path,
+    model: str = "quire-storyteller",
+    change: str = "cut, their pages joined, and partly retold with other heroes",
+) -> None:
+    """One line a storybook: title, writer and translator. All of them are CC-BY. `change` says what
+    was done to them."""
     with table.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     repos = sorted({row["repo"] for row in rows})
     sources = ", ".join(f"github.com/{repo}" for repo in repos)
     lines = [
-        f"The storybooks that quire-storyteller was trained on, from {sources}.",
+        f"The storybooks that {model} was trained on, from {sources}.",
         (
             "All are licensed CC-BY (Creative Commons Attribution), but for 'Chuskit Goes to "
             "School!': public domain."
         ),
-        "For the training they were cut, their pages joined, and partly retold with other heroes.",
+        f"For the training they were {change}.",
         "",
     ]
     for row in rows:

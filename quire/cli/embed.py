@@ -23,7 +23,7 @@ EXAMPLES = """\
 examples:
   quire embed BAAI/bge-small-en-v1.5 documents.txt --output vectors.npy
   echo "What is a fox?" | quire embed ./my-model --prompt-name query
-  quire embed quire-storyteller --runner pooling stories.txt
+  quire embed quire-embedder stories.txt
 """
 _TEXTS_AT_ONCE = 1024
 

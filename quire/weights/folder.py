@@ -23,7 +23,7 @@ from quire.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
-SHIPPED_MODELS = ("quire-storyteller",)
+SHIPPED_MODELS = ("quire-storyteller", "quire-embedder")
 _ASSETS = Path(__file__).parent.parent / "assets"
 _MAX_JSON_BYTES = 16 << 20
 _MAX_PATH_BYTES = 4095

@@ -11,12 +11,13 @@ from examples.rag import rag
 from quire import LLM
 
 
-def test_one_model_embeds_reranks_and_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_models_find_rerank_and_answer(capsys: pytest.CaptureFixture[str]) -> None:
     rag.main(["Where does the fox sleep?"])
     shown = capsys.readouterr().out
     documents = rag.DOCUMENTS.read_text(encoding="utf-8").splitlines()
     found = shown.partition("answer: ")[0].splitlines()[1:]
     assert len(found) == 3 and all(each.strip() in documents for each in found)
+    assert any("fox slept" in each for each in found)
     assert shown.partition("answer: ")[2].strip()
 
 

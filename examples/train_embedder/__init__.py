@@ -1,0 +1,1 @@
+"""Scripts that train quire-embedder, the small embedding model that ships in the package."""
