@@ -344,8 +344,8 @@ static void bind_gathering(nb::module_ &m) {
         .def("wait_posted", &Gathering::wait_posted, "timeout_s"_a, release())
         .def("finish", &Gathering::finish, "first"_a, "num_bytes"_a, release())
         .def("reset", &Gathering::reset, release())
-        .def("beat", &Gathering::beat, release())
-        .def("lose", &Gathering::lose, "rank"_a, release())
+        .def("beat", &Gathering::beat)  // waits for nothing, and a daemon thread must not be waiting for the lock at the end
+        .def("lose", &Gathering::lose, "rank"_a)
         .def_prop_ro("is_lost", &Gathering::is_lost);
 }
 static const Registration registration(bind_gathering);

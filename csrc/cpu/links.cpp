@@ -135,6 +135,8 @@ void Links::send(Kind kind, uint32_t value, const std::vector<Extent> &extents, 
         for (auto &peer : peers_) {
             if (rank >= 0 && peer->rank != rank) continue;
             const std::lock_guard<std::mutex> lock(peer->sending);
+            write(*peer, peer->rest.data(), peer->rest.size());
+            peer->rest.clear();
             write(*peer, message_.data(), message_.size());
         }
     }
@@ -146,11 +148,12 @@ void Links::beat() {
     for (auto &peer : peers_) {
         const std::unique_lock<std::mutex> lock(peer->sending, std::try_to_lock);
         if (!lock.owns_lock()) continue;  // what is being sent is a sign, too
-        const ssize_t sent = write_some(*peer, bytes, sizeof(header));
-        if (sent <= 0) continue;
-        try {
-            write(*peer, bytes + sent, sizeof(header) - sent);
-        } catch (const std::runtime_error &) {  // those who wait for this rank will notice
+        if (peer->rest.empty()) peer->rest.assign(bytes, bytes + sizeof(header));
+        const ssize_t sent = write_some(*peer, peer->rest.data(), peer->rest.size());
+        if (sent == 0 && peer->rest.size() == sizeof(header)) {
+            peer->rest.clear();  // there is more than one to be taken off
+        } else if (sent > 0) {
+            peer->rest.erase(peer->rest.begin(), peer->rest.begin() + sent);
         }
     }
 }

@@ -50,6 +50,7 @@ class Links {
     struct Peer {
         int rank, fileno;
         std::mutex sending;
+        std::vector<char> rest;  // of a sign of life, before anything else
         std::thread receiver;
     };
 
