@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := passive
 # The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: package site demo test test-slow test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
+.PHONY: package site demo test test-slow test-ray test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
@@ -22,6 +22,10 @@ test: $(VENV)/.dev  ## The fast suite
 
 test-slow: $(VENV)/.dev  ## The others: servers, benchmarks and examples in processes of their own, and whatever takes seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m slow tests
+
+test-ray: $(VENV)/.dev  ## On a Ray cluster of several node processes; installs Ray (80 MB, some 400 on disk)
+	$(BIN)/python -m pip install --quiet -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_ray.py
 
 test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
 	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 QUIRE_TEST_DIVISIONS=all \

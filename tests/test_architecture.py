@@ -196,7 +196,7 @@ MAX_LINES = {
     "quire/models": 5_200,
     "quire/nn": 1_300,
     "quire/observe": 100,
-    "quire/parallel": 1_800,
+    "quire/parallel": 1_900,
     "quire/program": 1_200,
     "quire/quant": 2_150,
     "quire/router": 2_200,

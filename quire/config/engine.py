@@ -27,7 +27,7 @@ SWITCHES = ("auto", "on", "off")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
-EXECUTOR_BACKENDS = ("mp", "sockets", "uni")
+EXECUTOR_BACKENDS = ("mp", "ray", "sockets", "uni")
 MAX_RANKS = 64
 QUANTIZATIONS = ("int8", "int4")
 STORED_QUANTIZATIONS = {
@@ -287,8 +287,14 @@ class EngineConfig:
     distributed_executor_backend: str | None = _option(
         None,
         "how the processes of one model are run: mp starts them on this machine, where they share "
-        "memory, sockets likewise, with connections in its place, uni is one alone",
+        "memory, sockets likewise, with connections in its place, ray on the nodes of a Ray "
+        "cluster, uni is one alone",
         choices=EXECUTOR_BACKENDS,
+    )
+    ray_placement_group: str | None = _option(
+        None,
+        "name of the placement group for the processes but the first; by default the current one, "
+        "or else one of their own",
     )
     distributed_timeout_seconds: float = _option(
         10.0, "a process of the model that gives no sign of life for so long is replaced"
@@ -533,6 +539,17 @@ class EngineConfig:
             raise ConfigError(
                 f"distributed_executor_backend='uni' is one process, and {name}="
                 f"{getattr(self, name)} needs more; give 'mp', or leave it out"
+            )
+        is_ray = self.distributed_executor_backend == "ray"
+        if is_ray and self.num_processes == 1:
+            raise ConfigError(
+                "distributed_executor_backend='ray' divides one model among nodes, and "
+                "tensor_parallel_size=1 is one process; give 2 or more, or leave it out"
+            )
+        if self.ray_placement_group is not None and not is_ray:
+            raise ConfigError(
+                f"ray_placement_group={self.ray_placement_group!r} needs "
+                "distributed_executor_backend='ray'"
             )
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if not is_number or not 1.0 <= timeout <= 3600.0:

@@ -33,6 +33,12 @@ class ExecutorSpec(NamedTuple):
     """`build_worker` of rank 0's part, and the processes that have the others', in these places."""
     rank_command: Sequence[str] = ()
     """What starts such a process."""
+    num_ranks: int = 1
+    """Processes of all stages, the first included."""
+    num_threads: int = 1
+    """Of each."""
+    placement_group: str | None = None
+    """The name of that of Ray's in which they are to be."""
 
 
 def _inline(spec: ExecutorSpec) -> Executor:
@@ -66,9 +72,16 @@ def _local(host: str | None, spec: ExecutorSpec) -> Executor:
     return _ranks(LocalPlaces(spec.rank_command, host), spec)
 
 
+def _ray(spec: ExecutorSpec) -> Executor:
+    from quire.parallel.ray_places import RayPlaces
+
+    places = RayPlaces(spec.rank_command, spec.num_ranks, spec.num_threads, spec.placement_group)
+    return _ranks(places, spec)
+
+
 EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {
     "inline": _inline, "mp": partial(_local, None), "null": _null,
-    "sockets": partial(_local, "127.0.0.1"),
+    "ray": _ray, "sockets": partial(_local, "127.0.0.1"),
 }  # fmt: skip
 
 

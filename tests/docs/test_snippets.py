@@ -8,6 +8,8 @@ resolved: the target, the tests, the requirement exist.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
 import gzip
 import importlib.util
@@ -33,6 +35,7 @@ from markdown_pages import ROOT, Block, blocks
 
 from quire.cli.main import COMMANDS, main
 from quire.cli.parser import Parser
+from quire.config.engine import EngineConfig
 from quire.core.structure import StructuredOutputsParams
 from quire.grammar.judge import judge
 from quire.models.registry import declare
@@ -183,8 +186,22 @@ def test_the_blocks_are_found() -> None:
         and len(PYTHON) >= 8
         and len(COMMAND_LINES) > 20
     )
-    unknown = {block.language for block in BLOCKS} - {"python", "bash", "ebnf", "toml"}
+    unknown = {block.language for block in BLOCKS} - {"python", "py", "bash", "ebnf", "toml"}
     assert not unknown, f"blocks in {unknown} are not run by any test"
+
+
+def test_scripts_for_a_cluster_give_options_that_there_are() -> None:
+    """Those run in `tests/parallel/test_ray.py`, where Ray is installed."""
+    known = {each.name for each in dataclasses.fields(EngineConfig)}
+    scripts = [block for block in BLOCKS if block.language == "py"]
+    assert scripts
+    for block in scripts:
+        calls = [
+            node
+            for node in ast.walk(ast.parse(block.code))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "LLM"
+        ]
+        assert calls and {word.arg for call in calls for word in call.keywords} <= known
 
 
 def test_entry_points_name_what_the_example_has() -> None:

@@ -31,6 +31,7 @@ PLACES = {
     "serve": ("server", "router"),
     "images": ("media",),
     "otel": ("server",),
+    "ray": ("parallel/ray_places.py", "ray"),
     "gpu": ("kernels/triton", "bench", "cli", "engine/plan", "worker", "kernels/selection"),
 }
 # Imported by the framework itself when a request has parts (`Request.form`).

@@ -170,6 +170,8 @@ def test_nothing_of_a_group_is_left_behind(tmp_path: Path) -> None:
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"},
             "pipeline_parallel_size=2 needs more",
         ),
+        ({"distributed_executor_backend": "ray"}, "tensor_parallel_size=1 is one process"),
+        ({"ray_placement_group": "x"}, "ray_placement_group='x' needs distributed_executor_ba"),
         ({"enable_expert_parallel": True}, "tensor_parallel_size=1 is one"),
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},

@@ -212,6 +212,9 @@ def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
         limits.windows,
         partial(_build_ranks, planned),
         RANK_COMMAND,
+        planned.plan.config.num_processes,
+        planned.plan.num_threads,
+        planned.plan.config.ray_placement_group,
     )
     is_alone = planned.plan.config.num_processes == 1
     given = planned.plan.config.distributed_executor_backend or "mp"
