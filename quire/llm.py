@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.engine.decisions.calls import DecisionCalls
-from quire.engine.decisions.prompts import DecisionPrompts
 from quire.engine.front import absent as without
 from quire.engine.front.absent import absent
 from quire.engine.front.adapters import ChosenAdapter, LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.image_marks import Marks, marks_of
-from quire.engine.front.metrics import Metric
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import Prompt, PromptDict, as_prompts, with_truncation
 from quire.engine.llm_engine import LLMEngine
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.arg_utils import EngineArgs
+    from quire.engine.decisions.prompts import DecisionPrompts
+    from quire.engine.front.metrics import Metric
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each `{"role": ..., "content": ...}`."""
@@ -303,6 +303,8 @@ class LLM(PoolingCalls, DecisionCalls):
                 f"{self._pooling.advice}",
                 param="model",
             )
+        from quire.engine.decisions.prompts import DecisionPrompts
+
         tokenizer = self._chat_tokenizer()
         has_template = self._chat_template is not None or tokenizer.chat_template is not None
         return DecisionPrompts(tokenizer, self._template(None) if has_template else None)

@@ -3,10 +3,12 @@ nothing of them is imported."""
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "quire.platforms"
 
@@ -17,7 +19,7 @@ class FoundPlatform(NamedTuple):
     name: str
     package: str
     version: str
-    entry_point: metadata.EntryPoint
+    entry_point: EntryPoint
 
     @property
     def label(self) -> str:
@@ -27,6 +29,8 @@ class FoundPlatform(NamedTuple):
 
 def find_platforms() -> list[FoundPlatform]:
     """Return what packages offer, in the order of their names."""
+    from importlib import metadata  # imports a twentieth of what `import quire` does
+
     found = dict[tuple[str, str, str], FoundPlatform]()
     for each in metadata.entry_points(group=GROUP):
         package = "?" if each.dist is None else each.dist.name

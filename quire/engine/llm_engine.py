@@ -18,7 +18,6 @@ from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import absent
-from quire.engine.front.metrics import Metric
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.loop.engine import Engine, Output
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.arg_utils import EngineArgs
+    from quire.engine.front.metrics import Metric
 
 
 class LLMEngine:

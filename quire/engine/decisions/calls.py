@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.engine.decisions.answers import Answer, answer_to
-from quire.engine.decisions.prompts import DecisionPrompts, Message
-from quire.engine.decisions.questions import Choice, Predicate, Question, Score
 from quire.engine.front.adapters import LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt
 from quire.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from quire.engine.decisions.answers import Answer
+    from quire.engine.decisions.prompts import DecisionPrompts, Message
+    from quire.engine.decisions.questions import Question
 
 
 class DecisionCalls:
@@ -51,6 +53,10 @@ class DecisionCalls:
         `lora_request` is one adapter for all. Raises a QuireError for models that generate no text,
         and where state and question do not fit the context.
         """
+        # most programs never ask any, and these take a thirtieth of the import of `LLM`
+        from quire.engine.decisions.answers import answer_to
+        from quire.engine.decisions.questions import Choice, Predicate, Score
+
         listed = [questions] if isinstance(questions, Predicate | Choice | Score) else questions
         if not listed or not all(isinstance(each, Predicate | Choice | Score) for each in listed):
             raise InvalidParameterError(

@@ -34,7 +34,6 @@ from quire.engine.front.absent import (
     absent,
 )
 from quire.engine.front.digest import Digest
-from quire.engine.front.metrics import Metric
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt, with_truncation
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.arg_utils import EngineArgs
+    from quire.engine.front.metrics import Metric
 
 _PAUSE_POLL_S = 0.01
 PauseMode = Literal["abort", "wait", "keep"]

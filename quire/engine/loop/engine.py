@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
@@ -22,7 +22,6 @@ from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.front.beam_output import BeamState, beam_output
 from quire.engine.front.digest import Digest
-from quire.engine.front.metrics import Metric, snapshot
 from quire.engine.front.output_processor import OutputProcessor
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, Prompt, parse_prompt
@@ -34,6 +33,9 @@ from quire.engine.plan.step_costs import StepCostFile
 from quire.errors import EngineError, InvalidParameterError
 from quire.executor.interface import Executor
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.front.metrics import Metric
 
 Output = RequestOutput | BeamSearchOutput
 
@@ -166,6 +168,8 @@ class Engine(ServedModel, StepLoop):
 
     def metrics(self) -> list[Metric]:
         """Return the engine's counters, under the names that vLLM gives them."""
+        from quire.engine.front.metrics import snapshot
+
         return snapshot(self.scheduler, self.plan.config.model)
 
     @property

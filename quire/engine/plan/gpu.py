@@ -16,7 +16,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from quire.common.capabilities import MIN_CAPABILITY
@@ -102,6 +102,8 @@ def software_reasons() -> list[str]:
     if util.find_spec("triton") is None:
         reasons.append("the package triton is not installed; pip install triton")
     if torch_cuda_version() is None:
+        from importlib import metadata
+
         reasons.append(
             f"torch {metadata.version('torch')} is built without CUDA; install a CUDA build"
         )
