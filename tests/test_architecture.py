@@ -180,7 +180,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 8_000,
-    "csrc": 14_100,
+    "csrc": 14_400,
     "quire": 800,
     "quire/bench": 4_000,
     "quire/cli": 4_200,
@@ -190,8 +190,8 @@ MAX_LINES = {
     "quire/engine": 15_000,
     "quire/executor": 1_000,
     "quire/grammar": 2_000,
-    "quire/kernels": 10_000,
-    "quire/lora": 900,
+    "quire/kernels": 10_200,
+    "quire/lora": 1_500,
     "quire/media": 1_200,
     "quire/models": 5_200,
     "quire/nn": 1_300,

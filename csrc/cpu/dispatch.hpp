@@ -235,6 +235,7 @@ struct LoraRows {
     const float *scales;
     // up: panels [first_output, last_output) of a part of num_outputs, which begins at column y_column of y
     const void *up;
+    const float *bias, *replaced;  // of the part; null: none
     void *y;
     DType y_dtype;
     int64_t num_outputs, first_output, last_output, y_column, y_stride;

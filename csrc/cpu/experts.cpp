@@ -11,11 +11,16 @@
 // round, what experts give is stored whole until all have been computed, and added then, in the same order. So it is where
 // ranks have different experts: each stores what its own give, and reads what those of the others gave. Where ranks have some
 // outputs of every expert, they exchange activations between the two regions.
+//
+// Where adapters change an expert's gate and `up`, all of its tokens' products are kept in float32, corrected and activated then,
+// with the bits that they have otherwise. Where they change what it gives, that is stored whole, corrected, and added then.
 #include "experts.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
+
+#include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
 #include "checks.hpp"
@@ -39,6 +44,9 @@ constexpr int64_t SUMS_BYTES = 8 << 20;
 constexpr int64_t MOST_COLUMN_PANELS = 8;
 // Of what is stored whole: fewer tokens at a time, for each of which experts are read anew, where it would take more.
 constexpr int64_t RESULTS_BYTES = 128 << 20;
+// Of the products of gate and `up` that are kept at a time for adapters.
+constexpr int64_t GATED_BYTES = 8 << 20;
+constexpr int64_t LEAST_GATED_ROWS = 32;
 
 // The tokens of one expert: pairs [first, first + count) of the sorted ones.
 struct Group {
@@ -90,9 +98,9 @@ Grouping::Grouping(const ExpertRouting &routing, const int64_t *ids, int64_t num
 class Mixture {
    public:
     Mixture(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights, const void *x,
-            DType dtype, int64_t num_tokens)
+            DType dtype, int64_t num_tokens, const ExpertAdapters &adapters)
         : table_(kernels()), layer_(layer), dtype_(dtype), x_(x), weights_(weights), num_tokens_(num_tokens),
-          num_chosen_(routing.num_chosen), grouping_(routing, ids, num_tokens) {}
+          num_chosen_(routing.num_chosen), grouping_(routing, ids, num_tokens), adapters_(adapters) {}
 
     void run(void *out);
 
@@ -109,6 +117,10 @@ class Mixture {
     void project_up(void *gated) const;
     void project_down(void *out) const;
     void project_columns(int64_t first_panel, int64_t num_panels, void *out) const;
+    AdaptedRows adapted_rows(const Group &group) const;
+    bool is_adapted(const Group &group, int64_t number) const;
+    void adapt_up(const Group &group, void *gated) const;
+    void adapt_down(const Group &group, const void *gated) const;
 
     const KernelTable &table_;
     const ExpertLayer &layer_;
@@ -117,17 +129,23 @@ class Mixture {
     const float *weights_;
     const int64_t num_tokens_, num_chosen_;
     const Grouping grouping_;
+    const ExpertAdapters adapters_;
     std::vector<Group> groups_;  // of the round
     float *results_ = nullptr;   // [pairs][hidden], if there are several rounds
 };
 
 void Mixture::run(void *out) {
     if (layer_.num_held() < layer_.num_experts) return run_held(out);
+    if (adapters_.rows != nullptr && adapters_.rows->concern(adapters_.down, 0, num_tokens_)) {
+        results_ = scratch(EXPERT_RESULTS, num_pairs() * layer_.hidden());
+    }
     std::vector<Group> left = grouping_.groups;
     if (layer_.pool == nullptr) {
         for (Group &group : left) group.weights = {layer_.up_of(group.expert), layer_.down_of(group.expert)};
         groups_ = std::move(left);
-        return compute_round(out);
+        compute_round(out);
+        if (results_ != nullptr) add_results(out);
+        return;
     }
     std::vector<int64_t> experts;
     for (const Group &group : left) experts.push_back(group.expert);
@@ -179,6 +197,9 @@ void Mixture::compute_round(void *out) {
     void *gated = scratch(EXPERT_ROWS, words(layer_.own_inner()));
     prepare(layer_.up, x_, grouping_.tokens.data());
     project_up(gated);
+    for (const Group &group : groups_) {
+        if (is_adapted(group, adapters_.up)) adapt_up(group, gated);
+    }
     if (layer_.own_inner() < layer_.inner()) {
         const int64_t size = size_of(dtype_);
         const Columns own{layer_.held.inner.first * size, layer_.held.inner.num_bytes * size};
@@ -188,6 +209,51 @@ void Mixture::compute_round(void *out) {
     }
     prepare(layer_.down, gated, nullptr);
     project_down(out);
+    for (const Group &group : groups_) {
+        if (is_adapted(group, adapters_.down)) adapt_down(group, gated);
+    }
+}
+
+// A group's tokens that use an adapter, numbered as in the group.
+AdaptedRows Mixture::adapted_rows(const Group &group) const {
+    const auto first = grouping_.tokens.begin() + group.first;
+    return adapters_.rows->chosen(std::vector<int64_t>(first, first + group.count));
+}
+
+bool Mixture::is_adapted(const Group &group, int64_t number) const {
+    return adapters_.rows != nullptr && adapted_rows(group).concern(number, 0, group.count);
+}
+
+// Gate and `up` of all of a group's tokens.
+void Mixture::adapt_up(const Group &group, void *gated) const {
+    const int64_t width = layer_.inner(), hidden = layer_.hidden(), row_bytes = hidden * size_of(dtype_);
+    const int64_t at_once = max64(LEAST_GATED_ROWS, GATED_BYTES / (2 * width * int64_t{sizeof(float)}));
+    const AdaptedRows adapted = adapted_rows(group);
+    for (int64_t first = 0; first < group.count; first += at_once) {
+        const int64_t last = min64(first + at_once, group.count), count = last - first;
+        char *const rows = reinterpret_cast<char *>(scratch(EXPERT_INPUTS, ceil_div(count * row_bytes, sizeof(float))));
+        for (int64_t r = 0; r < count; ++r) {
+            std::memcpy(rows + r * row_bytes, offset(x_, grouping_.tokens[group.first + first + r] * hidden, dtype_), row_bytes);
+        }
+        float *const products = scratch(GATE_PRODUCTS, count * 2 * width);
+        linear(group.weights.up, rows, dtype_, count, products, DType::f32);
+        adapted.between(first, last).add_to(adapters_.up, rows, dtype_, products, DType::f32, group.expert * 2 * width, 2 * width);
+        void *const out = offset(gated, (group.first + first) * width, dtype_);
+        over_rows(count, 4 * width, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r) {
+                float *const row = products + r * 2 * width;
+                table_.gated(row, row, DType::f32, layer_.activation, width, 0, 1);  // over the gate's products
+                table_.convert(row, DType::f32, offset(out, r * width, dtype_), dtype_, width);
+            }
+        });
+    }
+}
+
+// To what the group's expert gives, which is stored whole.
+void Mixture::adapt_down(const Group &group, const void *gated) const {
+    const int64_t hidden = layer_.hidden();
+    adapted_rows(group).add_to(adapters_.down, offset(gated, group.first * layer_.inner(), dtype_), dtype_,
+                               results_ + group.first * hidden, DType::f32, group.expert * hidden, hidden);
 }
 
 void Mixture::add_results(void *out) const {
@@ -291,6 +357,7 @@ void Mixture::project_up(void *gated) const {
     };
     std::vector<Item> items;
     for (const Group &group : groups_) {
+        if (is_adapted(group, adapters_.up)) continue;
         const int64_t parts = ceil_div(panels, min64(widest, projection(group).max_panels()));
         const int64_t row_parts = ceil_div(group.rows.num_tiles, block_tiles(group.rows));
         for (int64_t i = 0; i < parts * row_parts; ++i) {
@@ -388,29 +455,37 @@ void choose_experts(const ExpertRouting &routing, const float *logits, int64_t n
 }
 
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
-                   const void *x, DType dtype, int64_t num_tokens, void *out) {
+                   const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters) {
     const Stopwatch stopwatch(KernelClass::linear);
     const int64_t results = RESULTS_BYTES / (layer.hidden() * int64_t{sizeof(float)});
-    const bool stores_results = layer.pool != nullptr || layer.num_held() < layer.num_experts;
+    const bool stores_results = layer.pool != nullptr || layer.num_held() < layer.num_experts || adapters.rows != nullptr;
     const int64_t pairs = stores_results ? min64(MAX_PAIRS, results) : MAX_PAIRS;
     const int64_t pass = max64(1, pairs / routing.num_chosen);
     for (int64_t t = 0; t < num_tokens; t += pass) {
-        const int64_t pair = t * routing.num_chosen;
-        Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype,
-                min64(pass, num_tokens - t))
+        const int64_t pair = t * routing.num_chosen, count = min64(pass, num_tokens - t);
+        ExpertAdapters used = adapters;
+        AdaptedRows part;
+        if (adapters.rows != nullptr) {
+            part = adapters.rows->between(t, t + count);
+            used.rows = part.is_empty() ? nullptr : &part;
+        }
+        Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype, count, used)
             .run(offset(out, t * layer.own_hidden(), dtype));
     }
 }
 
 void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const LinearWeight &router, const void *x, DType dtype,
-                 int64_t num_tokens, void *out) {
+                 int64_t num_tokens, void *out, const ExpertAdapters &adapters) {
     const int64_t num_pairs = num_tokens * routing.num_chosen;
     float *logits = scratch(ROUTING, num_tokens * routing.num_experts + 3 * num_pairs + 1);
     linear(router, x, dtype, num_tokens, logits, DType::f32);
+    if (adapters.rows != nullptr) adapters.rows->add_to(adapters.router, x, dtype, logits, DType::f32, 0, routing.num_experts);
     int64_t *ids = reinterpret_cast<int64_t *>(logits + round_up(num_tokens * routing.num_experts, 2));
     float *weights = reinterpret_cast<float *>(ids + num_pairs);
     choose_experts(routing, logits, num_tokens, ids, weights);
-    apply_experts(layer, routing, ids, weights, x, dtype, num_tokens, out);
+    const bool are_changed = adapters.rows != nullptr && (adapters.rows->concern(adapters.up, 0, num_tokens) ||
+                                                         adapters.rows->concern(adapters.down, 0, num_tokens));
+    apply_experts(layer, routing, ids, weights, x, dtype, num_tokens, out, are_changed ? adapters : ExpertAdapters{});
 }
 
 // ---- bindings ----
@@ -440,9 +515,20 @@ static void choose(const ExpertRouting &routing, uintptr_t logits, int64_t num_t
     choose_experts(routing, from, num_tokens, to, args.array<float>("the weights", weights, {num_tokens, num_chosen}));
 }
 
+static void check_adapters(const Arguments &args, const ExpertLayer &layer, const std::vector<const Adapter *> &adapters,
+                           const ExpertAdapters &numbers) {
+    for (const Adapter *adapter : adapters) {
+        const LoraWeight *up = adapter->of(numbers.up), *down = adapter->of(numbers.down);
+        const bool fits = (up == nullptr || (up->num_inputs == layer.hidden() && up->num_outputs == layer.up.num_outputs)) &&
+                          (down == nullptr || (down->num_inputs == layer.inner() && down->num_outputs == layer.down.num_outputs));
+        args.require(fits, "an adapter for other experts");
+    }
+}
+
 static void apply(const LinearWeight &up, const LinearWeight &down, int64_t num_experts, int activation, uintptr_t ids,
                   uintptr_t weights, int64_t num_chosen, uintptr_t x, int dtype, int64_t num_tokens, uintptr_t out,
-                  ExpertPool *pool, int64_t number) {
+                  ExpertPool *pool, int64_t number, const std::vector<const Adapter *> &adapters, uintptr_t of_token,
+                  int64_t up_number, int64_t down_number) {
     const Arguments args("apply_experts");
     const ExpertLayer layer{up, down, args.count("the number of experts", num_experts, 1), args.activation(activation), pool, number};
     check_memory("apply_experts", layer);
@@ -452,9 +538,12 @@ static void apply(const LinearWeight &up, const LinearWeight &down, int64_t num_
     const Memory to = args.memory("out", out, type, {num_tokens, layer.hidden()});
     args.apart(to, from);
     const ExpertRouting routing{num_experts, args.count("the number of choices", num_chosen, 1), false};
+    const int64_t num_adapted = adapters.empty() ? 0 : num_tokens;
+    const AdaptedRows adapted(adapters, args.array<const int32_t>("of_token", of_token, {num_adapted}), num_adapted);
+    check_adapters(args, layer, adapters, {&adapted, -1, up_number, down_number});
     apply_experts(layer, routing, args.array<const int64_t>("the ids", ids, {num_tokens, num_chosen}),
                   args.array<const float>("the weights", weights, {num_tokens, num_chosen}), from.as<const void>(), type,
-                  num_tokens, to.as<void>());
+                  num_tokens, to.as<void>(), {adapted.is_empty() ? nullptr : &adapted, -1, up_number, down_number});
 }
 
 static void bind_experts(nb::module_ &m) {
@@ -464,7 +553,8 @@ static void bind_experts(nb::module_ &m) {
              "num_groups_chosen"_a, "sums_best_two"_a, "factor"_a, "bias"_a);
     m.def("choose_experts", &choose, release());
     m.def("apply_experts", &apply, "up"_a, "down"_a, "num_experts"_a, "activation"_a, "ids"_a, "weights"_a, "num_chosen"_a, "x"_a,
-          "dtype"_a, "num_tokens"_a, "out"_a, "pool"_a.none(), "number"_a, release());
+          "dtype"_a, "num_tokens"_a, "out"_a, "pool"_a.none(), "number"_a, "adapters"_a, "of_token"_a, "up_number"_a,
+          "down_number"_a, release());
 }
 static const Registration registration(bind_experts);
 

@@ -5,6 +5,7 @@
 #include "dispatch.hpp"
 #include "expert_pool.hpp"
 #include "gathering.hpp"
+#include "lora.hpp"
 #include "weight.hpp"
 
 namespace quire {
@@ -36,6 +37,12 @@ struct ExpertLayer {
     LinearWeight down_of(int64_t expert) const { return down.part((expert - held.first) * own_hidden(), own_hidden()); }
 };
 
+// What adapters change of a layer, for the tokens that use one: weights by their numbers, or Operation::NO_ADAPTERS.
+struct ExpertAdapters {
+    const AdaptedRows *rows;  // null: none
+    int64_t router, up, down;
+};
+
 // Whether the weights fit together, and each expert's outputs begin with a panel.
 bool are_whole(const ExpertLayer &layer);
 
@@ -47,15 +54,16 @@ void choose_experts(const ExpertRouting &routing, const float *logits, int64_t n
 
 // out [T, H] = the sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t])) of expert ids[t, j], in the order of
 // j, from zero. An id that is no expert's counts nothing. A row's bits depend on nothing but the row, its choices, the
-// weights and the instruction set. `out` is no part of x. ExpertFileError where a pool cannot read an expert.
+// weights and the instruction set. `out` is no part of x. ExpertFileError where a pool cannot read an expert. Adapters are for
+// layers of which this rank has all.
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
-                   const void *x, DType dtype, int64_t num_tokens, void *out);
+                   const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters);
 
 // Of several ranks, all make the call, with the same choices. Where each has whole experts, `out` is whole; where each has
 // some outputs of all, it has those of the hidden size that this rank's `down` has.
 //
 // Both, of what a router weight [E, H] says of x.
 void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const LinearWeight &router, const void *x, DType dtype,
-                 int64_t num_tokens, void *out);
+                 int64_t num_tokens, void *out, const ExpertAdapters &adapters);
 
 }  // namespace quire

@@ -123,6 +123,8 @@ void cut_pieces(const LoraWeight &weight, LoraRows task, int64_t num_rows, int64
             piece.first_rank = part.first_rank;
             piece.last_rank = part.first_rank + part.rank;
             piece.up = part.up;
+            piece.bias = part.bias;
+            piece.replaced = part.replaced;
             piece.num_outputs = part.num_outputs;
             piece.y_column = part.first_output - first_column;
             over_blocks(0, part.num_outputs, PIECE_OUTPUTS, [&](int64_t output, int64_t end) {
@@ -148,16 +150,21 @@ void run(const Pieces &pieces) {
 
 }  // namespace
 
-void AdaptedRows::add_to(int64_t weight, const void *x, DType x_dtype, void *y, DType y_dtype, int64_t first_column,
-                         int64_t y_width) const {
-    int64_t num_products = 0;
+int64_t AdaptedRows::num_products(int64_t weight) const {
+    int64_t count = 0;
     for (const Group &group : groups_) {
         const LoraWeight *lora = group.adapter->of(weight);
-        if (lora != nullptr) num_products += static_cast<int64_t>(group.rows.size()) * lora->num_ranks;
+        if (lora != nullptr) count += static_cast<int64_t>(group.rows.size()) * lora->num_ranks;
     }
-    if (num_products == 0) return;
+    return count;
+}
+
+void AdaptedRows::add_to(int64_t weight, const void *x, DType x_dtype, void *y, DType y_dtype, int64_t first_column,
+                         int64_t y_width) const {
+    const int64_t count = num_products(weight);
+    if (count == 0) return;
     const Stopwatch stopwatch(KernelClass::linear);
-    float *products = scratch(LORA_PRODUCTS, num_products);
+    float *products = scratch(LORA_PRODUCTS, count);
     Pieces pieces;
     for (const Group &group : groups_) {
         const LoraWeight *lora = group.adapter->of(weight);
@@ -182,10 +189,47 @@ void AdaptedRows::add_to(int64_t weight, const void *x, DType x_dtype, void *y, 
     run(pieces);
 }
 
+// One row of an adapter's table, as floats.
+static void read_row(const LoraWeight &lora, DType dtype, int64_t id, float *out) {
+    if (id < 0 || id >= lora.num_inputs) {
+        throw std::out_of_range("lora: token id " + std::to_string(id) + " is outside an embedding of " +
+                                std::to_string(lora.num_inputs) + " rows");
+    }
+    kernels().convert(offset(lora.down, id * lora.num_ranks, dtype), dtype, out, DType::f32, lora.num_ranks);
+    for (int64_t rank = 0; rank < lora.num_ranks; ++rank) out[rank] *= lora.scales[rank];
+}
+
+void AdaptedRows::add_embedding(int64_t weight, const int64_t *ids, void *y, DType y_dtype, int64_t y_width) const {
+    const int64_t count = num_products(weight);
+    if (count == 0) return;
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    float *products = scratch(LORA_PRODUCTS, count);
+    Pieces pieces;
+    for (const Group &group : groups_) {
+        const LoraWeight *lora = group.adapter->of(weight);
+        if (lora == nullptr) continue;
+        LoraRows task{};
+        task.rows = group.rows.data();
+        task.dtype = group.adapter->dtype;
+        task.products = products;
+        task.num_ranks = lora->num_ranks;
+        task.y = y;
+        task.y_dtype = y_dtype;
+        task.y_stride = y_width;
+        cut_pieces(*lora, task, static_cast<int64_t>(group.rows.size()), 0, y_width, pieces);
+        for (const int64_t row : group.rows) {
+            read_row(*lora, task.dtype, ids[row], products);
+            products += lora->num_ranks;
+        }
+    }
+    pieces.down.clear();
+    run(pieces);
+}
+
 // ---- bindings ----
 
-// (first output, outputs, first rank, rank, address of `up`)
-using Part = std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t>;
+// (first output, outputs, first rank, rank, addresses of `up`, of a bias and of the one that it replaces, or 0)
+using Part = std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t>;
 
 static void init_adapter(Adapter *self, int dtype, int64_t num_weights) {
     const Arguments args("Adapter");
@@ -203,13 +247,16 @@ static void set_weight(Adapter &adapter, int64_t number, int64_t num_ranks, int6
     weight.num_outputs = args.count("the outputs", num_outputs, 1);
     weight.down = args.memory("down", down, adapter.dtype, {num_ranks, num_inputs}).as<const void>();
     weight.scales = args.array<const float>("scales", scales, {num_ranks});
-    for (const auto &[first_output, outputs, first_rank, rank, up] : parts) {
+    for (const auto &[first_output, outputs, first_rank, rank, up, bias, replaced] : parts) {
         args.between(0, num_outputs, "the first output", first_output);
         args.between(1, num_outputs - first_output, "the outputs of a part", outputs);
         args.between(0, num_ranks, "the first rank", first_rank);
         args.between(1, num_ranks - first_rank, "the ranks of a part", rank);
         const Memory memory = args.memory("up", up, adapter.dtype, {outputs, rank});
-        weight.parts.push_back({first_output, outputs, first_rank, rank, memory.as<const void>()});
+        weight.parts.push_back({first_output, outputs, first_rank, rank,
+                                args.array<const float>("the bias", bias, {bias == 0 ? 0 : outputs}),
+                                args.array<const float>("the replaced bias", replaced, {replaced == 0 ? 0 : outputs}),
+                                memory.as<const void>()});
     }
     adapter.weights[number] = std::move(weight);
 }
@@ -236,6 +283,16 @@ static void add_lora(const std::vector<const Adapter *> &adapters, uintptr_t of_
     rows.add_to(weight, from.as<const void>(), from_type, to.as<void>(), to_type, first_column, num_columns);
 }
 
+static void add_lora_embedding(const std::vector<const Adapter *> &adapters, uintptr_t of_row, int64_t weight, uintptr_t ids,
+                               int64_t num_rows, uintptr_t y, int y_dtype, int64_t num_columns) {
+    const Arguments args("lora");
+    args.count("the weight", weight);
+    const DType type = args.dtype(y_dtype);
+    const Memory to = args.memory("y", y, type, {num_rows, num_columns});
+    const AdaptedRows rows(adapters, args.array<const int32_t>("of_row", of_row, {num_rows}), num_rows);
+    rows.add_embedding(weight, args.array<const int64_t>("the ids", ids, {num_rows}), to.as<void>(), type, num_columns);
+}
+
 static void bind_lora(nb::module_ &m) {
     m.attr("LORA_PANEL") = LORA_PANEL;
     m.attr("LORA_RANKS") = LORA_RANKS;
@@ -244,6 +301,7 @@ static void bind_lora(nb::module_ &m) {
         .def("__init__", &init_adapter)
         .def("set_weight", &set_weight);
     m.def("add_lora", &add_lora, nb::call_guard<nb::gil_scoped_release>());
+    m.def("add_lora_embedding", &add_lora_embedding, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_lora);
 

@@ -16,13 +16,14 @@ namespace quire {
 // [first_rank, first_rank + rank) of `down`.
 struct LoraPart {
     int64_t first_output, num_outputs, first_rank, rank;
+    const float *bias, *replaced;  // [num_outputs]; bias is added, too, and replaced subtracted; null: none
     const void *up;  // panels of LORA_PANEL outputs, [rank][outputs of the panel] each; the last one is as wide as is left
 };
 
 // Of one weight: the products of x with down [num_ranks, num_inputs], and the parts that are made of them.
 struct LoraWeight {
     int64_t num_ranks = 0, num_inputs = 0, num_outputs = 0;  // num_ranks 0: the adapter leaves this weight as it is
-    const void *down = nullptr;  // in blocks and chunks (dispatch.hpp)
+    const void *down = nullptr;  // in blocks and chunks (dispatch.hpp); of an embedding, [num_inputs][num_ranks]
     const float *scales = nullptr;  // [num_ranks], which the products are multiplied by
     std::vector<LoraPart> parts{};
 };
@@ -33,7 +34,7 @@ struct Adapter {
     std::vector<LoraWeight> weights{};
 
     const LoraWeight *of(int64_t weight) const {
-        const bool is_there = weight < static_cast<int64_t>(weights.size()) && weights[weight].num_ranks > 0;
+        const bool is_there = weight >= 0 && weight < static_cast<int64_t>(weights.size()) && weights[weight].num_ranks > 0;
         return is_there ? &weights[weight] : nullptr;
     }
 };
@@ -57,8 +58,11 @@ class AdaptedRows {
     // in float32, rounded once with y. A row's bits depend on nothing but the row, its adapter and the instruction set.
     void add_to(int64_t weight, const void *x, DType x_dtype, void *y, DType y_dtype, int64_t first_column,
                 int64_t y_width) const;
+    // The same of an embedding: the products are the rows of `down` that ids [T] name. std::out_of_range for others.
+    void add_embedding(int64_t weight, const int64_t *ids, void *y, DType y_dtype, int64_t y_width) const;
 
    private:
+    int64_t num_products(int64_t weight) const;
     struct Group {
         const Adapter *adapter;
         std::vector<int64_t> rows;  // ascending

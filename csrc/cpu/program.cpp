@@ -146,6 +146,7 @@ class Pass {
     void place(const Operation &operation) const;
     void add_placed(const Operation &operation) const;
     void embed_gathered(const Operation &operation) const;
+    void adapt_embedding(const Operation &operation) const;
 
     const KernelTable &table_;
     const DType dtype_;
@@ -170,13 +171,16 @@ void Pass::run(const Operation &operation) const {
         case Kind::attend:
             return attend(operation);
         case Kind::experts:
-            return mix_experts(operation.layer, operation.routing, operation.router, x, dtype_, num_tokens(), out);
+            return mix_experts(operation.layer, operation.routing, operation.router, x, dtype_, num_tokens(), out,
+                               {step_->adapted, operation.numbers.router, operation.numbers.up, operation.numbers.down});
         case Kind::head_linear:
             return head_linear({operation.weight, operation.heads.num_queries, operation.heads.size}, x, dtype_, num_tokens(), out);
         case Kind::gather:
             return operation.gathering->columns(x, num_tokens(), operation.columns, operation.out.width * size_of(dtype_), out);
         case Kind::embed_gathered:
             return embed_gathered(operation);
+        case Kind::adapt_embedding:
+            return adapt_embedding(operation);
         default:
             break;
     }
@@ -442,6 +446,18 @@ void Pass::add_placed(const Operation &operation) const {
     });
 }
 
+// What adapters add to the embeddings of their tokens. `out` may be where `x` is.
+void Pass::adapt_embedding(const Operation &operation) const {
+    const int64_t width = operation.out.width;
+    void *const base = at(operation.x), *const out = at(operation.out);
+    if (base != out) {
+        over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
+            std::memcpy(offset(out, first * width, dtype_), offset(base, first * width, dtype_), (last - first) * width * size_of(dtype_));
+        });
+    }
+    if (step_->adapted != nullptr) step_->adapted->add_embedding(operation.number, step_->token_ids, out, dtype_, width);
+}
+
 // Each rank looks up the ids whose rows it has.
 void Pass::embed_gathered(const Operation &operation) const {
     const int64_t count = num_tokens(), row_bytes = operation.out.width * size_of(dtype_);
@@ -486,18 +502,34 @@ void Program::set_caches(const std::vector<KVCache> &caches, const std::vector<i
     groups_ = groups;
 }
 
+namespace {
+
+// ANY_SIZE: of what is known only when a token is looked up.
+constexpr int64_t ANY_SIZE = -1;
+
+void check_shape(const std::vector<const Adapter *> &adapters, int64_t number, int64_t num_inputs, int64_t num_outputs) {
+    for (const Adapter *adapter : adapters) {
+        const LoraWeight *weight = adapter == nullptr || number == Operation::NO_ADAPTERS ? nullptr : adapter->of(number);
+        if (weight == nullptr) continue;
+        if ((num_inputs == ANY_SIZE || weight->num_inputs == num_inputs) && weight->num_outputs == num_outputs) continue;
+        throw std::invalid_argument("step: an adapter for another shape of weight " + std::to_string(number));
+    }
+}
+
+}  // namespace
+
 void Program::check(const std::vector<const Adapter *> &adapters) const {
     if (adapters.empty()) return;
     for (const Operation &each : lists_.whole) {
-        if (each.number == Operation::NO_ADAPTERS) continue;
-        const bool is_gated = each.kind == Kind::gated_linear;
-        for (const Adapter *adapter : adapters) {
-            const LoraWeight *weight = adapter == nullptr ? nullptr : adapter->of(each.number);
-            if (weight == nullptr) continue;
-            const int64_t num_outputs = is_gated ? 2 * each.out.width : each.out.width;
-            if (weight->num_inputs == each.x.width && weight->num_outputs == num_outputs) continue;
-            throw std::invalid_argument("step: an adapter for another shape of weight " + std::to_string(each.number));
+        if (each.kind == Kind::experts) {
+            const bool is_whole = each.layer.held.gathering == nullptr;  // ranks' experts take no adapters
+            check_shape(adapters, each.numbers.router, each.x.width, each.layer.num_experts);
+            check_shape(adapters, each.numbers.up, each.x.width, is_whole ? each.layer.up.num_outputs : ANY_SIZE);
+            check_shape(adapters, each.numbers.down, each.layer.inner(), is_whole ? each.layer.down.num_outputs : ANY_SIZE);
+            continue;
         }
+        const int64_t num_outputs = each.kind == Kind::gated_linear ? 2 * each.out.width : each.out.width;
+        check_shape(adapters, each.number, each.kind == Kind::adapt_embedding ? ANY_SIZE : each.x.width, num_outputs);
     }
 }
 

@@ -48,7 +48,7 @@ struct Heads {
 
 enum class Kind : int {
     embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter, experts, gate_rows, place,
-    take, head_linear, rotate_tails, write_latent, add_placed, gather, embed_gathered
+    take, head_linear, rotate_tails, write_latent, add_placed, gather, embed_gathered, adapt_embedding
 };
 
 // One operation, and of the fields those that its kind has.
@@ -70,11 +70,12 @@ struct Operation {
     NormWeight key_norm;     // prepare_heads, or absent
     LinearWeight weight;     // linear; gated_linear: the gate's outputs before the other ones
     Activation activation;   // gated_linear, activate
-    int64_t number;          // linear, gated_linear: by which adapters know the weight, or NO_ADAPTERS
+    int64_t number;          // linear, gated_linear, adapt_embedding: by which adapters know the weight, or NO_ADAPTERS
     int64_t first_output;    // linear: of the weight, at the first column; add_placed: of the rows from outside
     ExpertLayer layer;       // experts
     LinearWeight router;
     ExpertRouting routing;
+    ExpertAdapters numbers;  // without rows
     // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries; head_linear,
     // rotate_tails: queries alone; write_latent: one key, normed but for its tail, which is rotated, to a cache
     Heads heads;

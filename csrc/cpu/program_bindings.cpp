@@ -17,9 +17,9 @@ using namespace nb::literals;
 using Place = std::pair<int64_t, int64_t>;  // column and width of a value
 
 constexpr int64_t MAX_WEIGHTS = 1 << 20;
-constexpr int NUM_KINDS = 21;
+constexpr int NUM_KINDS = 22;
 // norm: or 2, with as many outputs
-constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1, 1, 1, 0};
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 0, 1, 1, 1, 1, 1, 0, 1};
 
 // The operations of one list, and the room that their values take.
 struct Operations {
@@ -106,7 +106,7 @@ static bool do_values_fit(const Operation &each) {
             return are_elementwise(each.x, each.out) && each.y.width == 1 && are_apart(each.y, each.out);
         case Kind::take:
             return true;
-        default:  // scale, activate, select, place, add_placed
+        default:  // scale, activate, select, place, add_placed, adapt_embedding
             return are_elementwise(each.x, each.out);
     }
 }
@@ -157,7 +157,7 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
                           float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t bias, int64_t bias_reach,
                           const LinearWeight *down, const LinearWeight *router, const ExpertRouting *routing,
                           bool is_interleaved, int64_t value_size, ExpertPool *pool, Gathering *gathering, const std::vector<Place> &columns, int64_t first_id,
-                          int64_t num_ids) {
+                          int64_t num_ids, const std::array<int64_t, 3> &numbers) {
     const Arguments args("Operations.add");
     args.between(0, NUM_KINDS - 1, "the kind", kind);
     const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
@@ -209,6 +209,8 @@ static void add_operation(Operations &operations, int kind, bool is_narrow, cons
             each.layer.held = {gathering, args.count("the first expert", first_id), num_ids, {begin, end - begin}};
         }
         each.number = Operation::NO_ADAPTERS;
+        for (const int64_t one : numbers) args.between(Operation::NO_ADAPTERS, MAX_WEIGHTS, "the number of a weight", one);
+        each.numbers = {nullptr, numbers[0], numbers[1], numbers[2]};
         check_memory("Operations.add", each.layer);
         each.router = *router;
         each.routing = *routing;
@@ -314,7 +316,7 @@ static void bind_program(nb::module_ &m) {
              "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "number"_a, "activation"_a, "heads"_a,
              "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "bias"_a, "bias_reach"_a,
              "down"_a.none(), "router"_a.none(), "routing"_a.none(), "is_interleaved"_a, "value_size"_a, "pool"_a.none(), "gathering"_a.none(), "columns"_a,
-             "first_id"_a, "num_ids"_a);
+             "first_id"_a, "num_ids"_a, "numbers"_a);
     nb::class_<Program>(m, "Program")
         .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
         .def("set_caches", &Program::set_caches, "caches"_a, "groups"_a)

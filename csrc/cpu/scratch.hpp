@@ -23,7 +23,8 @@ enum ScratchSlot : int {
     EXPERT_SUMS = 10,
     HEAD_ROWS = 11,
     EXPERT_RESULTS = 12,
-    NUM_SLOTS = 13
+    EXPERT_INPUTS = 13,
+    NUM_SLOTS = 14
 };
 
 }  // namespace quire

@@ -59,7 +59,7 @@ _LEAST = {
     "data_parallel_size": 1,
 }
 """Whole numbers, each with the least that makes sense."""
-_OF_ADAPTERS = frozenset({"max_loras", "max_lora_rank", "max_cpu_loras"})
+_OF_ADAPTERS = frozenset({"max_loras", "max_lora_rank", "max_cpu_loras", "lora_experts"})
 _MAX_TARGET_STEP_MS = 3_600_000
 
 
@@ -264,6 +264,10 @@ class EngineConfig:
     max_lora_rank: int = _option(16, "highest rank of an adapter, at most 512")
     max_cpu_loras: int | None = _option(
         None, "adapters kept in memory, used or not; by default as many as max_loras"
+    )
+    lora_experts: bool = _option(
+        False,
+        "adapters may change the experts of mixtures, too, for which they are given memory",
     )
     tensor_parallel_size: int = _option(
         1,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.exchange import Exchange
-from quire.kernels.lora import LoraWeight, PackedAdapter, StepAdapters
+from quire.kernels.lora import ExpertAdapters, LoraWeight, PackedAdapter, StepAdapters
 from quire.kernels.placed import StepContent
 from quire.kernels.sampling import Draws
 from quire.program.operations import Activation, Gating, Program, Routing
@@ -269,6 +269,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def add_lora_embedding(
+        self, y: Tensor, token_ids: Tensor, adapters: StepAdapters, number: int
+    ) -> None:
+        """Add to y [T, H], the embeddings of token ids int64 [T], what each token's adapter adds to
+        the embedding that has this number, as `add_lora` does."""
+        ...
+
     def linear_argmax(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
         """`SamplingKernels.argmax` of `linear(x, weight, out_dtype="float32")`: each row's largest
         output, the lowest of
@@ -354,6 +361,7 @@ class Kernels(Protocol):
         down: PackedLinear,
         choice: ExpertChoice,
         activation: Gating,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         """Return `sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t]))`, [T, H],
         in x's dtype.
@@ -362,7 +370,8 @@ class Kernels(Protocol):
         [E * H, F], packed by `Kernels.pack_linear` or `pack_quantized`. Each expert's products are
         those of `Kernels.gated_linear`, rounded to x's dtype, and of `Kernels.linear` in float32;
         these are weighed and added in the order of j, each multiplication and addition rounded by
-        itself, from zero.
+        itself, from zero. What a token's adapter adds to an expert's outputs of either weight is
+        added as by `add_lora`, in float32.
         """
         ...
 

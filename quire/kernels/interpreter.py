@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels, Weights
-from quire.kernels.lora import StepAdapters
+from quire.kernels.lora import ExpertAdapters, StepAdapters
 from quire.kernels.placed import PlacedRows, Rotations, StepContent
 from quire.program import operations as ops
 from quire.program.operations import Program
@@ -163,7 +163,7 @@ class Interpreter:
                 )
                 return attended.flatten(1)
             case ops.Experts():
-                return self._apply_experts(operation, x)
+                return self._apply_experts(operation, step, x)
             case ops.HeadLinear(weight=index, num_heads=num_heads):
                 heads_of_x = x.view(len(x), num_heads, x.shape[1] // num_heads)
                 return kernels.head_linear(heads_of_x, weights.linears[index]).flatten(1)
@@ -201,6 +201,11 @@ class Interpreter:
             case ops.Embed(table=table, of=of):
                 ids = step.token_ids if of == "token_ids" else step.all_positions
                 return kernels.embedding(ids, weights.tables[table])
+            case ops.AdaptEmbedding(number=number):
+                if step.adapters is None:
+                    return x
+                kernels.add_lora_embedding(x := x.clone(), step.token_ids, step.adapters, number)
+                return x
             case ops.Place():
                 placed = step.placed
                 if placed is None:
@@ -271,16 +276,21 @@ class Interpreter:
         )
         return attended.flatten(1)
 
-    def _apply_experts(self, operation: ops.Experts, x: Tensor) -> Tensor:
+    def _apply_experts(self, operation: ops.Experts, step: StepTensors, x: Tensor) -> Tensor:
         if operation.held is not None:
             raise NotImplementedError("experts that ranks divide are computed by native programs")
         kernels, linears = self._kernels, self._weights.linears
         logits = kernels.linear(x, linears[operation.router], out_dtype="float32")
+        adapters = None
+        if operation.is_adaptable and step.adapters is not None:
+            kernels.add_lora(logits, x, step.adapters, operation.router)
+            adapters = ExpertAdapters(step.adapters, operation.up, operation.down)
         added = None if operation.bias is None else self._weights.vectors[operation.bias]
         choice = kernels.choose_experts(logits, operation.routing, added)
-        return kernels.apply_experts(
-            x, linears[operation.up], linears[operation.down], choice, operation.activation
-        )
+        up, down = linears[operation.up], linears[operation.down]
+        if adapters is None:  # not every back end takes any
+            return kernels.apply_experts(x, up, down, choice, operation.activation)
+        return kernels.apply_experts(x, up, down, choice, operation.activation, adapters)
 
     def _embed_gathered(self, operation: ops.EmbedGathered, token_ids: Tensor) -> Tensor:
         exchange, ids = self._weights.exchange, operation.ids

@@ -30,12 +30,13 @@ _HARMLESS_KEYS = """
 """Of training and bookkeeping."""
 _READ_KEYS = """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules bias
-    layers_to_transform init_lora_weights alora_invocation_tokens
+    layers_to_transform init_lora_weights alora_invocation_tokens lora_bias target_parameters
 """
 _KNOWN = frozenset((_HARMLESS_KEYS + _READ_KEYS).split())
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "true", "false")
 """Ways to begin training that leave the base model's weights as they are."""
 _PATTERN = re.compile(r"\^?[A-Za-z0-9_]+((\\?\.)[A-Za-z0-9_]+)*\$?", re.ASCII)
+_RELEASE, _SINCE = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII), (0, 21)
 
 _Number = TypeVar("_Number", int, float)
 
@@ -55,6 +56,15 @@ class AdapterConfig:
     pattern, or leaves modules out."""
     invocation: tuple[int, ...] = ()
     """Tokens that activate it, of an activated LoRA."""
+    parameters: tuple[str, ...] = ()
+    """Names that tensors end with that are changed without being a module's `weight`: experts'."""
+    has_base_biases: bool = False
+    """The file may hold biases in place of the model's."""
+    has_own_biases: bool = False
+    """Its modules' `lora_B` have biases."""
+    is_recent: bool = False
+    """Written by a release of PEFT that keeps inputs in `lora_A` and outputs in `lora_B`, whatever
+    the order of the dimensions of the tensor that they change. (Seen in 0.21.)"""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's adapter."""
@@ -83,21 +93,18 @@ class _Reader:
             raise self._refusal("peft_type", '"LORA"')
         if values.get("task_type") not in (None, "CAUSAL_LM"):
             raise self._refusal("task_type", '"CAUSAL_LM"')
-        if values.get("bias") not in (None, "none"):
-            raise self._refusal("bias", '"none"')
+        if values.get("bias") not in (None, "none", "all", "lora_only"):
+            raise self._refusal("bias", '"none", "all" and "lora_only"')
         if values.get("init_lora_weights") not in _PLAIN_STARTS:
             raise self._refusal("init_lora_weights", "starts that leave the base model as it is")
         for key, value in values.items():
             is_off = value is None or value is False or value in ({}, [], "")
             if key not in _KNOWN and not is_off:
                 raise self._refusal(key, "null, false or empty")
-        is_rank_stabilized = values.get("use_rslora") or False
-        if not isinstance(is_rank_stabilized, bool):
-            raise self._refusal("use_rslora", "true or false")
         return AdapterConfig(
             rank=self._rank("r", values.get("r")),
             alpha=self._alpha("lora_alpha", values.get("lora_alpha", 8)),
-            is_rank_stabilized=is_rank_stabilized,
+            is_rank_stabilized=self._flag("use_rslora"),
             rank_pattern={
                 k: self._rank("rank_pattern", v) for k, v in self._pattern("rank_pattern")
             },
@@ -106,11 +113,31 @@ class _Reader:
             },
             targets=self._targets(),
             invocation=self._invocation(),
+            parameters=self._names("target_parameters"),
+            has_base_biases=values.get("bias") in ("all", "lora_only"),
+            has_own_biases=self._flag("lora_bias"),
+            is_recent=self._is_recent(),
         )
 
     def _refusal(self, key: str, supported: str) -> CheckpointError:
         shown = repr(self._values.get(key))[:_MAX_SHOWN_CHARS]
         return CheckpointError(f"{self._path} has {key}={shown}; supported: {supported}")
+
+    def _flag(self, key: str) -> bool:
+        value = self._values.get(key) or False
+        if not isinstance(value, bool):
+            raise self._refusal(key, "true or false")
+        return value
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        given = self._values.get(key) or []
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise self._refusal(key, "names of modules")
+        return tuple(given)
+
+    def _is_recent(self) -> bool:
+        match = _RELEASE.match(str(self._values.get("peft_version")))
+        return match is not None and (int(match[1]), int(match[2])) >= _SINCE
 
     def _rank(self, key: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
@@ -149,9 +176,11 @@ class _Reader:
             or (values.get("layers_to_transform") is not None)
         ):
             return None
-        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        if given is None and values.get("target_parameters"):
+            return ()
+        if not isinstance(given, list):
             raise self._refusal("target_modules", "names of modules")
-        return tuple(given)
+        return self._names("target_modules")
 
 
 def _matching(pattern: Mapping[str, _Number], module: str, default: _Number) -> _Number:

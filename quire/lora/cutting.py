@@ -16,7 +16,9 @@ def cut_outputs(weight: LoraWeight, ranges: Sequence[range]) -> LoraWeight:
             start = max(chosen.start, part.first_output)
             end = min(chosen.stop, part.first_output + len(part.up))
             if start < end:
-                rows = part.up[start - part.first_output : end - part.first_output]
-                parts.append(LoraPart(first + start - chosen.start, part.first_rank, rows))
+                rows = slice(start - part.first_output, end - part.first_output)
+                bias = None if part.bias is None else part.bias[rows]
+                place = first + start - chosen.start
+                parts.append(LoraPart(place, part.first_rank, part.up[rows], bias, part.replaced))
         first += len(chosen)
     return LoraWeight(weight.down, weight.scales, tuple(parts), first)

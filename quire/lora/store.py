@@ -20,7 +20,7 @@ from pathlib import Path
 from quire.core.adapters import Adapter
 from quire.errors import CheckpointError
 from quire.lora.identity import content_digest
-from quire.lora.layout import FILES, check_adapter
+from quire.lora.layout import FILES, AdapterLimits, check_adapter
 from quire.models.declaration import DecoderSpec
 
 MAX_REMEMBERED = 256
@@ -33,8 +33,8 @@ Signature = tuple[tuple[int, ...], ...]
 class AdapterStore:
     """The versions of one model's adapters. Safe in any thread."""
 
-    def __init__(self, spec: DecoderSpec, max_rank: int) -> None:
-        self._spec, self._max_rank = spec, max_rank
+    def __init__(self, spec: DecoderSpec, limits: AdapterLimits) -> None:
+        self._spec, self._limits = spec, limits
         self._root = Path(tempfile.mkdtemp(prefix="quire-adapters-"))
         self._delete = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._reading = threading.Lock()
@@ -92,7 +92,7 @@ class AdapterStore:
             digest = content_digest(copy)
             known = self._versions.get(digest)
             if known is None:
-                invocation = check_adapter(copy, self._spec, self._max_rank)
+                invocation = check_adapter(copy, self._spec, self._limits)
         except BaseException as error:
             shutil.rmtree(copy, ignore_errors=True)
             if isinstance(error, CheckpointError):

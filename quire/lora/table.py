@@ -19,7 +19,7 @@ from quire.common.failures import log_failure
 from quire.core.adapters import ADAPTERS, FORGET_ALL, AdapterOrder, AdapterVerdict
 from quire.core.plan import Record, StepPlan
 from quire.errors import QuireError, RequestError
-from quire.kernels.lora import PackedAdapter, StepAdapters
+from quire.kernels.lora import PackedAdapter, StatePlaces, StepAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,27 @@ class AdapterTable:
         if not self._starts.keys().isdisjoint(rows):
             self._leave_out(rows, query_start.tolist(), context_len.tolist(), of_token)
         return StepAdapters(adapters, of_token)
+
+    def of_states(self, places: StatePlaces, number: int) -> StepAdapters | None:
+        """See `AdapterRows`."""
+        if not self._of_row:
+            return None
+        digests = [self._digest_at(*place) for place in zip(*places, strict=True)]
+        found = {digest: self._adapters.get(digest) for digest in dict.fromkeys(digests) if digest}
+        used = {
+            digest: adapter
+            for digest, adapter in found.items()
+            if adapter is not None and number in adapter.numbers
+        }
+        if not used:
+            return None
+        indices = {digest: index for index, digest in enumerate(used)}
+        of_state = [indices.get(each, -1) if each else -1 for each in digests]
+        return StepAdapters(tuple(used.values()), torch.tensor(of_state, dtype=torch.int32))
+
+    def _digest_at(self, row: int, position: int) -> str | None:
+        """The adapter that a row uses at a position."""
+        return self._of_row.get(row) if position >= self._starts.get(row, 0) else None
 
     def _leave_out(
         self, rows: Sequence[int], starts: list[int], ends: list[int], of_token: Tensor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,14 +11,33 @@ from torch import Tensor
 
 from quire.core.adapters import AdapterOrder
 from quire.errors import CheckpointError
-from quire.kernels.interface import Kernels
+from quire.kernels.elsewhere import ElsewhereLinear
+from quire.kernels.interface import EmbeddingTable, Kernels, Weights
 from quire.kernels.lora import LoraPart, LoraWeight, PackedAdapter
 from quire.lora.cutting import cut_outputs
 from quire.lora.identity import content_digest
-from quire.lora.layout import WEIGHTS_NAME, PartLayout, WeightLayout, layout_of
+from quire.lora.layout import (
+    WEIGHTS_NAME,
+    AdapterLayout,
+    AdapterLimits,
+    PartLayout,
+    WeightLayout,
+    embedding_name,
+    head_name,
+    head_number,
+    layout_of,
+    num_weights,
+    other_copy,
+)
 from quire.models.declaration import DecoderSpec
+from quire.models.lowering import embedding_number
 from quire.weights.checkpoint import read_stored
 from quire.weights.tensor_file import StoredTensor, TensorFile
+
+logger = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 4096
+"""Of a table that is compared with the model's."""
 
 
 class AdapterLoader:
@@ -28,13 +48,18 @@ class AdapterLoader:
         spec: DecoderSpec,
         kernels: Kernels,
         dtype: str,
-        max_rank: int,
+        limits: AdapterLimits,
         outputs: Mapping[int, Sequence[range]] | None = None,
+        tokens: range | None = None,
     ) -> None:
-        """`outputs` are those that this process has of some weights; of others it has all."""
+        """`outputs` are those that this process has of some weights; of others it has all.
+        `tokens` are those whose rows it has of the embedding and the head; None: all."""
         self._outputs = outputs or {}
-        self._spec, self._kernels, self._max_rank = spec, kernels, max_rank
+        self._tokens = range(spec.embedding.shape[0]) if tokens is None else tokens
+        self._spec, self._kernels, self._limits = spec, kernels, limits
         self._dtype: torch.dtype = getattr(torch, dtype)
+        self.model: Weights | None = None
+        """The model's weights in memory, once they are there, before anything is loaded."""
 
     def load(self, order: AdapterOrder) -> PackedAdapter:
         """Read, convert and pack. CheckpointError for files that are not what the digest says."""
@@ -48,36 +73,153 @@ class AdapterLoader:
     def _load(self, folder: Path, digest: str) -> PackedAdapter:
         file = TensorFile(folder / WEIGHTS_NAME)
         try:
-            layout = layout_of(folder, file, self._spec, self._max_rank)
-            weights = {each.number: self._held(each, file) for each in layout}
+            layout = layout_of(folder, file, self._spec, self._limits)
+            self._check_copies(folder, layout, file)
+            weights = {
+                each.number: self._held(each, file)
+                for each in layout.weights
+                if self._is_here(each.number)
+            }
             if content_digest(folder) != digest or file.has_changed():
                 raise CheckpointError(f"{folder}: the adapter's files are no longer what they were")
         except OSError as error:
             raise CheckpointError(f"{folder}: the adapter cannot be read: {error}") from None
         finally:
             file.close()
-        return self._kernels.pack_adapter(weights, len(self._spec.projections))
+        return self._kernels.pack_adapter(weights, num_weights(self._spec))
+
+    def _check_copies(self, folder: Path, layout: AdapterLayout, file: TensorFile) -> None:
+        """PEFT stores the table and the head that it adapts: those of another model would make
+        another adapter. The process that has the first tokens compares its rows, before the others
+        load anything."""
+        if self.model is None or not self.model.tables[0].shape[0] or self._tokens.start:
+            return
+        table = self.model.tables[0]
+        if layout.embedding_copy is not None:
+            self._check_copy(folder, embedding_name(self._spec), layout.embedding_copy, file, table)
+        number = head_number(self._spec)
+        if layout.head_copy is None or number is None:
+            return
+        head = self._kernels.table_of(self.model.linears[number])
+        head = table if head is None and self._spec.is_tied else head
+        if head is None:
+            logger.warning(
+                "%s holds a copy of the head, which cannot be compared with the quantized one",
+                folder,
+            )
+        else:
+            self._check_copy(folder, head_name(self._spec), layout.head_copy, file, head)
+
+    def _check_copy(
+        self, folder: Path, name: str, stored: StoredTensor, file: TensorFile, own: EmbeddingTable
+    ) -> None:
+        copy = self._read(file, stored)
+        for first in self._tokens[::_ROWS_AT_ONCE]:
+            ids = torch.arange(first, min(first + _ROWS_AT_ONCE, self._tokens.stop))
+            if not torch.equal(copy[ids], self._kernels.embedding(ids, own)):
+                raise CheckpointError(f"{folder}: {other_copy(name)}")
+
+    def _is_here(self, number: int) -> bool:
+        """Whether this process computes with a weight, and not another stage."""
+        if self.model is None:
+            return True
+        if number == embedding_number(self._spec):
+            return self.model.tables[0].shape[0] > 0
+        linears = self.model.linears
+        return number < len(linears) and not isinstance(linears[number], ElsewhereLinear)
 
     def _held(self, layout: WeightLayout, file: TensorFile) -> LoraWeight:
         whole, ranges = self._weight(layout, file), self._outputs.get(layout.number)
-        return whole if ranges is None else cut_outputs(whole, ranges)
+        held = whole if ranges is None else cut_outputs(whole, ranges)
+        if all(part.replaced is None for part in held.parts):
+            return held
+        assert self.model is not None
+        return _replacing(held, getattr(self.model.linears[layout.number], "bias", None))
 
     def _weight(self, layout: WeightLayout, file: TensorFile) -> LoraWeight:
         """Stack the parts; those that were one module in training share its `down`."""
-        downs: dict[StoredTensor, int] = {}
-        first_rank, scales, parts = 0, list[float](), list[LoraPart]()
+        reader = _Reader(lambda stored: self._read(file, stored))
+        first_ranks = dict[tuple[StoredTensor | None, int], int]()
+        downs, scales, parts = list[Tensor](), list[float](), list[LoraPart]()
         for part in layout.parts:
-            if part.down not in downs:
-                downs[part.down] = first_rank
-                first_rank += part.rank
-                scales += [part.scale] * part.rank
-            parts.append(LoraPart(part.first_output, downs[part.down], self._up(part, file)))
-        stacked = torch.cat([self._read(file, down) for down in downs])
-        return LoraWeight(stacked, torch.tensor(scales), tuple(parts), layout.num_outputs)
-
-    def _up(self, part: PartLayout, file: TensorFile) -> Tensor:
-        rows = self._read(file, part.up)
-        return rows[part.first_row : part.first_row + part.num_outputs]
+            # the parts of what was one module in training share its `down`
+            place = part.first_output if part.expert is None else part.expert.place
+            key = (part.down, place if part.down is None or part.expert is not None else 0)
+            if key not in first_ranks:
+                first_ranks[key] = len(scales)
+                downs.append(reader.down(part, layout.num_inputs, self._dtype))
+                scales += [part.scale] * len(downs[-1])
+            up, bias = reader.up(part, self._dtype), reader.bias(part)
+            replaced = bias if part.base_bias is not None else None  # until the model's is known
+            parts.append(LoraPart(part.first_output, first_ranks[key], up, bias, replaced))
+        return LoraWeight(
+            torch.cat(downs), torch.tensor(scales), tuple(parts), layout.num_outputs,
+            is_embedding=layout.number == embedding_number(self._spec),
+        )  # fmt: skip
 
     def _read(self, file: TensorFile, stored: StoredTensor) -> Tensor:
         return read_stored(file, stored).to(self._dtype)
+
+
+def _replacing(weight: LoraWeight, bias: Tensor | None) -> LoraWeight:
+    """Return an adapter whose biases take the place of those of the model's weight, float32 [N]."""
+    if bias is None:
+        raise CheckpointError("the adapter has biases for a weight that has none in memory")
+    bias = bias.float()
+    parts = [
+        part
+        if part.replaced is None
+        else part._replace(replaced=bias[part.first_output : part.first_output + len(part.up)])
+        for part in weight.parts
+    ]
+    return weight._replace(parts=tuple(parts))
+
+
+class _Reader:
+    """Reads the factors of one weight's parts, each stored tensor once."""
+
+    def __init__(self, read: Callable[[StoredTensor], Tensor]) -> None:
+        self._read = read
+        self._found: dict[StoredTensor, Tensor] = {}
+
+    def down(self, part: PartLayout, num_inputs: int, dtype: torch.dtype) -> Tensor:
+        """[rank, inputs]; one of zeros where a bias alone is changed."""
+        if part.down is None or part.up is None:
+            return torch.zeros(1, num_inputs, dtype=dtype)
+        expert = part.expert
+        if expert is None:
+            return self._tensor(part.down)
+        if expert.is_exchanged:
+            return self._of_expert(part).t().contiguous()
+        first = expert.place * part.rank
+        return self._tensor(part.down)[first : first + part.rank]
+
+    def up(self, part: PartLayout, dtype: torch.dtype) -> Tensor:
+        """[outputs, rank]"""
+        if part.down is None or part.up is None:
+            return torch.zeros(part.num_outputs, 1, dtype=dtype)
+        expert = part.expert
+        if expert is None:
+            return self._tensor(part.up)[part.rows]
+        if expert.is_exchanged:
+            first = expert.place * part.rank
+            return self._tensor(part.down)[first : first + part.rank].t()[part.rows].contiguous()
+        return self._of_expert(part)[part.rows].contiguous()
+
+    def bias(self, part: PartLayout) -> Tensor | None:
+        """float32 [outputs], scaled where it is the adapter's own."""
+        stored = part.bias or part.base_bias
+        if stored is None:
+            return None
+        scale = part.scale if part.base_bias is None else 1.0
+        return self._tensor(stored)[part.rows].float() * scale
+
+    def _of_expert(self, part: PartLayout) -> Tensor:
+        """An expert's columns of `lora_B`, [outputs or inputs, rank]."""
+        assert part.expert is not None and part.up is not None
+        return self._tensor(part.up)[:, part.expert.place :: part.expert.num_experts]
+
+    def _tensor(self, stored: StoredTensor) -> Tensor:
+        if stored not in self._found:
+            self._found[stored] = self._read(stored)
+        return self._found[stored]

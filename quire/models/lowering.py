@@ -45,6 +45,13 @@ def projection_sizes(parameters: Parameters) -> list[int]:
     ]
 
 
+def embedding_number(spec: DecoderSpec) -> int | None:
+    """Return the number by which adapters know the embedding of tokens: behind those of all
+    projections. None where rows of types of text are added to the table, which is then no table of
+    tokens."""
+    return None if spec.token_types is not None else len(spec.projections)
+
+
 def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
     """Return the program of a decoder, as plain as it can be: passes (`quire.program.passes`)
     are for back ends to choose."""

@@ -19,7 +19,7 @@ from quire.kernels.elsewhere import ElsewhereLinear
 from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
 from quire.kernels.lora import AdapterRows
 from quire.models.declaration import DecoderSpec, PositionBiasSpec
-from quire.models.lowering import lower
+from quire.models.lowering import embedding_number, lower
 from quire.models.rope import RopeSpec
 from quire.models.tensors import LinearSpec, TensorSpec
 from quire.nn.decoder import DecoderModel
@@ -87,7 +87,7 @@ class _Builder:
     def decoder(self, spec: DecoderSpec, table: EmbeddingTable | None = None) -> DecoderModel:
         program, parameters = lower(spec)
         if self._adapters is not None:
-            program = make_adaptable(program)
+            program = make_adaptable(program, embedding_number(spec))
         if reasons := self._kernels.reasons_against(program):
             raise ConfigError(
                 f"the {self._kernels.name} kernels cannot run {spec.architecture}: "

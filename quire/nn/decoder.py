@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.interface import ForwardPass, Kernels, Weights
 from quire.kernels.interpreter import normed
-from quire.kernels.lora import AdapterRows
+from quire.kernels.lora import AdapterRows, StatePlaces, StepAdapters
 from quire.kernels.placed import ContentSource, StepContent
 from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
@@ -108,31 +108,46 @@ class DecoderModel:
         batch = context.batch
         return self.images.of_step(context.rows, batch.query_start, batch.context_len)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of hidden states [R, H] to float32 logits [R, V]."""
-        return self.head_logits(self.normed(hidden))
+    def logits(self, hidden: Tensor, places: StatePlaces | None = None) -> Tensor:
+        """Rows of hidden states [R, H] to float32 logits [R, V]; `places` say where they come from,
+        in a model that takes adapters."""
+        return self.head_logits(self.normed(hidden), places)
 
-    def head_logits(self, states: Tensor) -> Tensor:
+    def head_logits(self, states: Tensor, places: StatePlaces | None = None) -> Tensor:
         """The same of states behind the final norm."""
-        logits = self.head.logits(states)
+        logits, number = self.head.logits(states), self.program.head.weight
+        adapters = self._head_adapters(places)
+        if adapters is not None and number is not None:
+            self.kernels.add_lora(logits, states, adapters, number)
         cap = self.program.head.soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _head_adapters(self, places: StatePlaces | None) -> StepAdapters | None:
+        """Of states that come from there, those that change the head; None where none does."""
+        number = self.program.head.weight
+        if self.adapters is None or places is None or number is None:
+            return None
+        return self.adapters.of_states(places, number)
+
+    def best_tokens(
+        self, hidden: Tensor, places: StatePlaces | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Return each row's best token and its logit, ids int64 [R] and float32 [R]:
         `SamplingKernels.argmax` of `logits(hidden)`.
 
         None where it takes the logits themselves: a soft cap may round two of them to one number,
-        which then tie.
+        which then tie, and an adapter may change them.
         """
-        if self.program.head.soft_cap is not None:
+        if self.program.head.soft_cap is not None or self._head_adapters(places) is not None:
             return None
         return self.head.argmax(self.normed(hidden))
 
-    def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
+    def drawn_tokens(
+        self, hidden: Tensor, draws: Draws, places: StatePlaces | None = None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n].
         None where it takes those."""
-        if self.program.head.soft_cap is not None:
+        if self.program.head.soft_cap is not None or self._head_adapters(places) is not None:
             return None
         return self.head.draws(self.normed(hidden), draws)
 

@@ -23,6 +23,7 @@ ELEMENTWISE = (
     ops.Select,
     ops.GateRows,
     ops.Place,
+    ops.AdaptEmbedding,
 )
 """Operations whose outputs may take the place of the inputs of the same index,
 if these are not read afterwards."""

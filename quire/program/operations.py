@@ -61,6 +61,14 @@ class Embed(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptEmbedding(Operation):
+    """Adds to tokens' embeddings what the adapters of their rows add to them."""
+
+    number: int
+    """By which adapters know the embedding."""
+
+
+@dataclass(frozen=True, slots=True)
 class Place(Operation):
     """Replaces rows by the first columns of those that the step brings for them from outside, if it
     brings any."""
@@ -203,6 +211,9 @@ class Experts(Operation):
     """Of several ranks, the experts that this one has; None where there is one."""
     columns: range | None = None
     """Of each expert's activation, those that this rank computes; None: all."""
+    is_adaptable: bool = False
+    """Rows that use an adapter get what it adds to the router's logits and to experts' outputs, in
+    float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,25 @@ from quire.program.operations import Program
 Operations = tuple[ops.Operation, ...]
 
 
-def make_adaptable(program: Program) -> Program:
-    """Projections take what adapters add to them. The head, which is no operation, does not."""
-    operations = (
-        replace(each, is_adaptable=True) if isinstance(each, ops.Linear | ops.GatedLinear) else each
-        for each in program.operations
-    )
-    return replace(program, operations=tuple(operations))
+def make_adaptable(program: Program, embedding: int | None = None) -> Program:
+    """Projections, experts and the embedding of tokens, where that has a number, take what adapters
+    add to them. The head is no operation: it is left to its owner."""
+    operations: list[ops.Operation] = []
+    widths, renamed = list(program.widths), dict[int, int]()
+    for each in program.operations:
+        inputs = tuple(renamed.get(value, value) for value in each.inputs)
+        operation = replace(each, inputs=inputs)
+        if isinstance(operation, ops.Linear | ops.GatedLinear | ops.Experts):
+            operation = replace(operation, is_adaptable=True)
+        operations.append(operation)
+        if isinstance(operation, ops.Embed) and operation.of == "token_ids":
+            if embedding is None:
+                continue
+            (value,) = operation.outputs
+            renamed[value] = len(widths)
+            widths.append(widths[value])
+            operations.append(ops.AdaptEmbedding((value,), (renamed[value],), embedding))
+    return replace(program, operations=tuple(operations), widths=tuple(widths))
 
 
 def fuse_add_norm(program: Program) -> Program:

@@ -22,7 +22,13 @@ from quire.kernels.reference.kernels import ReferenceKernels
 from quire.lora import store as store_module
 from quire.lora.config import read_config
 from quire.lora.identity import content_digest
-from quire.lora.layout import adaptable, adapter_bytes, check_adapter
+from quire.lora.layout import (
+    AdapterLimits,
+    adaptable,
+    adapter_bytes,
+    check_adapter,
+    expert_weights,
+)
 from quire.lora.store import AdapterStore
 from quire.lora.weights import AdapterLoader
 from quire.models.declaration import DecoderSpec
@@ -53,9 +59,8 @@ def folder(tmp_path: Path, spec: DecoderSpec) -> Path:
     [
         ("use_dora", True),
         ("use_qalora", True),
-        ("lora_bias", True),
-        ("bias", "all"),
-        ("bias", "lora_only"),
+        ("lora_bias", "yes"),
+        ("bias", "some"),
         ("modules_to_save", ["lm_head"]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("trainable_token_indices", [1, 2]),
@@ -77,10 +82,10 @@ def folder(tmp_path: Path, spec: DecoderSpec) -> Path:
 def test_settings_that_would_change_the_numbers_are_refused_by_name(
     folder: Path, spec: DecoderSpec, key: str, value: object
 ) -> None:
-    check_adapter(folder, spec, 16)
+    check_adapter(folder, spec, AdapterLimits(16))
     _change_config(folder, **{key: value})
     with pytest.raises(CheckpointError, match=key):
-        check_adapter(folder, spec, 16)
+        check_adapter(folder, spec, AdapterLimits(16))
 
 
 def test_settings_of_training_are_taken(folder: Path, spec: DecoderSpec) -> None:
@@ -88,7 +93,7 @@ def test_settings_of_training_are_taken(folder: Path, spec: DecoderSpec) -> None
         folder, lora_dropout=0.3, inference_mode=True, base_model_name_or_path="x", revision="main",
         modules_to_save=None, use_dora=False, layers_pattern=None, loftq_config={}, peft_version="1",
     )  # fmt: skip
-    check_adapter(folder, spec, 16)
+    check_adapter(folder, spec, AdapterLimits(16))
 
 
 def test_scales_follow_the_patterns_and_rslora(tmp_path: Path, spec: DecoderSpec) -> None:
@@ -119,7 +124,7 @@ def test_tensors_that_belong_nowhere_are_refused_by_name(
 ) -> None:
     _change_tensors(folder, {name: torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match=name.split(".")[-3] if "." in name else name):
-        check_adapter(folder, spec, 16)
+        check_adapter(folder, spec, AdapterLimits(16))
 
 
 def test_missing_halves_shapes_and_modules_are_refused(tmp_path: Path, spec: DecoderSpec) -> None:
@@ -134,19 +139,19 @@ def test_missing_halves_shapes_and_modules_are_refused(tmp_path: Path, spec: Dec
         folder = write_adapter(tmp_path / str(number), spec)
         _change_tensors(folder, changes)
         with pytest.raises(CheckpointError, match=message):
-            check_adapter(folder, spec, 16)
+            check_adapter(folder, spec, AdapterLimits(16))
     folder = write_adapter(tmp_path / "targets", spec)
     _change_config(folder, target_modules=["q_proj", "gate"])
     with pytest.raises(CheckpointError, match="target_modules names 'gate'"):
-        check_adapter(folder, spec, 16)
+        check_adapter(folder, spec, AdapterLimits(16))
     with pytest.raises(CheckpointError, match="rank 8, and max_lora_rank is 4"):
-        check_adapter(write_adapter(tmp_path / "rank", spec), spec, 4)
+        check_adapter(write_adapter(tmp_path / "rank", spec), spec, AdapterLimits(4))
 
 
 def test_folders_without_an_adapter_and_broken_files_are_refused(
     folder: Path, spec: DecoderSpec, tmp_path: Path
 ) -> None:
-    store = AdapterStore(spec, 16)
+    store = AdapterStore(spec, AdapterLimits(16))
     with pytest.raises(CheckpointError, match="not the folder of an adapter"):
         store.version_of(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="not the folder of an adapter"):
@@ -168,7 +173,7 @@ def test_folders_without_an_adapter_and_broken_files_are_refused(
 
 
 def test_a_version_stays_as_it_was_until_nobody_holds_it(folder: Path, spec: DecoderSpec) -> None:
-    store = AdapterStore(spec, 16)
+    store = AdapterStore(spec, AdapterLimits(16))
     first = store.version_of(folder)
     assert store.version_of(folder) is first
     write_adapter(folder, spec, seed=9)  # over the files of the first
@@ -191,7 +196,7 @@ def test_a_version_stays_as_it_was_until_nobody_holds_it(folder: Path, spec: Dec
 def test_equal_content_is_one_version_wherever_it_lies(
     folder: Path, spec: DecoderSpec, tmp_path: Path
 ) -> None:
-    store = AdapterStore(spec, 16)
+    store = AdapterStore(spec, AdapterLimits(16))
     shutil.copytree(folder, tmp_path / "copy")
     assert store.version_of(folder) is store.version_of(tmp_path / "copy")
     store.close()
@@ -200,7 +205,7 @@ def test_equal_content_is_one_version_wherever_it_lies(
 def test_files_that_are_not_what_their_digest_says_are_not_loaded(
     folder: Path, spec: DecoderSpec
 ) -> None:
-    loader = AdapterLoader(spec, ReferenceKernels(), "float32", 16)
+    loader = AdapterLoader(spec, ReferenceKernels(), "float32", AdapterLimits(16))
     order = AdapterOrder(content_digest(folder), str(folder))
     packed = loader.load(order)
     assert 0 < packed.num_bytes <= adapter_bytes(spec, 8, "float32")
@@ -216,12 +221,17 @@ def test_folded_weights_take_no_adapters() -> None:
     assert {"q_proj", "kv_a_proj_with_mqa", "o_proj"} <= names and "kv_b_proj" not in names
 
 
-def test_experts_and_routers_take_no_adapters_and_a_model_without_a_head_all_others() -> None:
+def test_experts_are_counted_apart_and_a_model_without_a_head_has_all_others() -> None:
     mixture = declare(CONFIGS["qwen2 moe"])
     names = {part.name for parts in adaptable(mixture).values() for part in parts}
     assert any(name.endswith("q_proj") for name in names)
     assert any("shared_expert.down_proj" in name for name in names)
-    assert not [name for name in names if ".experts." in name or name.endswith("mlp.gate")]
+    assert any(name.endswith("mlp.gate") for name in names)
+    assert not [name for name in names if ".experts." in name]
+    stacked = {part.name for parts in expert_weights(mixture).values() for part in parts}
+    assert stacked and all(".experts." in name for name in stacked)
+    with_experts = adapter_bytes(mixture, 4, "float32", has_experts=True)
+    assert with_experts > adapter_bytes(mixture, 4, "float32")
     headless = declare({**TINY, "architectures": ["LlamaModel"]})
     assert len(adaptable(headless)) == len(headless.projections)
 
@@ -239,7 +249,7 @@ def test_forgetting_a_folder_waits_for_no_files(
 
     copy = store_module._copy
     monkeypatch.setattr(store_module, "_copy", slow)
-    store = AdapterStore(spec, 16)
+    store = AdapterStore(spec, AdapterLimits(16))
     with ThreadPoolExecutor(2) as pool:
         loading = pool.submit(store.version_of, folder)
         try:

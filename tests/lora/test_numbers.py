@@ -17,7 +17,7 @@ from quire.models.declaration import DecoderSpec
 from quire.outputs import RequestOutput
 
 RANKS = (1, 2, 4, 8, 16, 64, 128, 256)
-PROMPT = [random.Random(3).randrange(3, 199) for _ in range(21)]
+PROMPT = random.Random(3).choices(range(3, 199), k=21)
 IS_NATIVE = not cpu.reasons_against("cpu", torch.float32)
 BACK_ENDS = ["reference", *(["cpu"] if IS_NATIVE else [])]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import ALL, MakeLLM, write_adapter
+from adapters import ALL, TINY, MakeLLM, write_adapter, write_model, write_whole_adapter
 from ranks import needs_ranks, ranks_of
+from safetensors.torch import load_file, save_file
 from torch import arange, ones
 
 from quire import LoRARequest, SamplingParams, TokensPrompt
@@ -92,3 +93,36 @@ def test_new_processes_load_an_adapter_from_where_its_files_are_by_then(
     os.kill(group.pids[0], signal.SIGKILL)
     assert answers(llm, chosen) == expected
     assert group.num_starts == 2
+
+
+@needs_ranks
+@pytest.mark.slow
+def test_divided_models_serve_adapters_of_all_but_experts_with_the_same_bits(
+    make_llm: MakeLLM, tmp_path: Path
+) -> None:
+    """Also of embeddings, which ranks gather, of the head, whose logits they gather, and biases."""
+    config = {**TINY, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    model = tmp_path / "model"
+    spec = write_model(model, config)
+    folders = [write_whole_adapter(tmp_path / f"{n}", spec, rank=n + 3, seed=n) for n in range(2)]
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    name = "base_model.model.model.embed_tokens.base_layer.weight"  # as PEFT stores it besides
+    stored = folders[0] / "adapter_model.safetensors"
+    save_file(load_file(stored) | {name: table}, stored)
+    named = [LoRARequest(each.name, place, str(each)) for place, each in enumerate(folders, 1)]
+    chosen = [named[0], named[1], None, named[0]]
+    given: dict[str, Any] = {"model": str(model), "max_num_batched_tokens": 96}
+    expected = answers(make_llm(**given), chosen)
+    for sizes in ((2, 1), (1, 2)):
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        llm = make_llm(**given, **dict(zip(names, sizes, strict=True)))
+        assert answers(llm, chosen) == expected, sizes
+        llm.close()
+    save_file(load_file(stored) | {name: table + 1}, stored)
+    llm = make_llm(**given, tensor_parallel_size=2)
+    params = SamplingParams(max_tokens=2)
+    prompt = TokensPrompt(prompt_token_ids=PROMPTS[0])
+    [refused] = llm.generate(prompt, params, lora_request=named[0], use_tqdm=False)
+    assert "another model.embed_tokens" in str(refused.error)
+    [answered] = llm.generate(prompt, params, lora_request=named[1], use_tqdm=False)
+    assert answered.error is None

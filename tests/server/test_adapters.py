@@ -20,6 +20,7 @@ from servers import RunningServer, held, serve_model
 from quire.config.api import ApiConfig
 from quire.core.adapters import Adapter
 from quire.errors import ConfigError
+from quire.lora.layout import AdapterLimits
 from quire.lora.store import AdapterStore
 from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
@@ -220,10 +221,10 @@ def test_adapters_that_cannot_be_served_are_refused_with_the_reason(
     ask: Ask, folder: Path, spec: DecoderSpec
 ) -> None:
     config = write_adapter(folder / "dora", spec, rank=4) / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_bias": True}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
     answer = ask("/v1/load_lora_adapter", lora_name="mine", lora_path="dora")
     assert answer.status_code == 400
-    assert "lora_bias" in answer.text
+    assert "use_dora" in answer.text
     assert str(folder) not in answer.text
 
 
@@ -305,7 +306,7 @@ def test_vectors_are_the_adapters_too(ask: Ask, path: str, body: dict[str, Any])
 def test_of_loads_at_the_same_time_one_alone_gets_the_name(
     folder: Path, spec: DecoderSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = AdapterStore(spec, 16)
+    store = AdapterStore(spec, AdapterLimits(16))
     arrived = threading.Barrier(2, timeout=20.0)
     version_of = store.version_of
 
@@ -329,7 +330,7 @@ def test_of_loads_at_the_same_time_one_alone_gets_the_name(
 
 
 def test_a_name_given_twice_is_refused(folder: Path, spec: DecoderSpec) -> None:
-    store = AdapterStore(spec, 16)
+    store = AdapterStore(spec, AdapterLimits(16))
     modules = (f"first={folder / 'v0'}", f"first={folder / 'v1'}")
     with pytest.raises(ConfigError, match="'first' is given twice"):
         ServedAdapters(store, ApiConfig(lora_modules=modules), ("model",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from quire.llm import LLM
 from quire.lora.config import AdapterConfig, read_config
-from quire.lora.layout import adaptable
+from quire.lora.layout import adaptable, embedding_name, expert_weights, head_name
 from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
 from quire.models.tensors import LinearSpec
@@ -67,6 +68,53 @@ def modules(spec: DecoderSpec, targets: Sequence[str]) -> list[LinearSpec]:
     return list(found.values())
 
 
+def everything(spec: DecoderSpec) -> list[LinearSpec]:
+    """All projections, those of experts one by one and the head among them, each once."""
+    weights = [*adaptable(spec).values(), *expert_weights(spec).values()]
+    parts = [part for parts in weights for part in parts]
+    if spec.head is not None:
+        weight = replace(spec.head.weight, name=f"{head_name(spec)}.weight")
+        parts.append(replace(spec.head, weight=weight))
+    return parts
+
+
+def write_whole_adapter(
+    folder: Path,
+    spec: DecoderSpec,
+    *,
+    rank: int = 4,
+    seed: int = 0,
+    strength: float = 0.5,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Path:
+    """Write an adapter of everything that adapters may change: projections, experts, routers, the
+    embedding, the head, and the biases that there are."""
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "all", **settings}
+    config.setdefault("target_modules", ".*")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    tensors: dict[str, Tensor] = {}
+    for part in everything(spec):
+        name, outputs = f"base_model.model.{part.name}", part.num_outputs
+        down = drawn(rank, part.num_inputs, scale=part.num_inputs**-0.5)
+        tensors[f"{name}.lora_A.weight"] = down
+        tensors[f"{name}.lora_B.weight"] = drawn(outputs, rank, scale=strength * rank**-0.5)
+        if part.bias is not None:
+            tensors[f"{name}.base_layer.bias"] = drawn(outputs, scale=strength)
+    num_tokens, width = spec.embedding.shape
+    name = f"base_model.model.{embedding_name(spec)}.lora_embedding"
+    tensors[f"{name}_A"] = drawn(rank, num_tokens, scale=1.0)
+    tensors[f"{name}_B"] = drawn(width, rank, scale=strength * rank**-0.5)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 def write_adapter(
     folder: Path,
     spec: DecoderSpec,
@@ -111,11 +159,15 @@ def merged(weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     settings: AdapterConfig = read_config(folder)
     halves, result = load_file(folder / "adapter_model.safetensors"), dict(weights)
     for name, down in halves.items():
-        if ".lora_A." not in name:
+        stored = name.removeprefix("base_model.model.")
+        if stored.endswith(".base_layer.bias"):
+            result[stored.replace(".base_layer", "")] = down
+        module, _, kind = stored.rpartition(".lora_")
+        if not kind.startswith(("A", "embedding_A")):
             continue
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        up = halves[name.replace("lora_A", "lora_B")]
+        up = halves[name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")]
         change = settings.scale_of(module) * (up.double() @ down.double())
+        change = change.T if "embedding" in kind else change
         weight = weights[f"{module}.weight"]
         result[f"{module}.weight"] = (weight.double() + change).to(weight.dtype)
     return result

@@ -1,7 +1,7 @@
 // The two products of an adapter, for a few rows of it at a time.
 //
 // `lora_down`: each output is one chain of fused multiply-adds over the inputs, lane by lane, and then the sum of its lanes.
-// `lora_up`: each output is one chain over the ranks in ascending order, which is then added to what is there. So the bits of
+// `lora_up`: each output is one chain over the ranks in ascending order, from its bias on, which is then added to what is there. So the bits of
 // a row are the same whatever tile it is in, and ranks are never padded. Weights lie in the order in which they are read.
 #include "kernels.hpp"
 
@@ -81,16 +81,27 @@ static void down(const LoraRows &task) {
     for (; row < task.last_row; ++row) down_rows<X, W, 1>(task, row);
 }
 
+// What the sums of so many outputs begin with.
+QINLINE Vec constants(const LoraRows &task, int64_t output, int64_t count) {
+    if (task.bias == nullptr) return broadcast(0.0f);
+    const Vec bias = load_up_to(task.bias + output, count);
+    return task.replaced == nullptr ? bias : sub(bias, load_up_to(task.replaced + output, count));
+}
+
 // Columns [at, at + UP_WIDTH) of a panel `width` wide, or as many as there are.
 template <typename Y, typename W, int ROWS, bool IS_WHOLE>
 QINLINE void up_tile(const LoraRows &task, const W *panel, int64_t width, int64_t at, int64_t row, int64_t column) {
-    Vec sums[ROWS][UP_VECS];
+    Vec sums[ROWS][UP_VECS], firsts[UP_VECS];
     const float *products[ROWS];
+    QUNROLL
+    for (int v = 0; v < UP_VECS; ++v) {
+        firsts[v] = constants(task, column - task.y_column + at + v * LANES, IS_WHOLE ? LANES : max64(0, width - at - v * LANES));
+    }
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         products[r] = task.products + (row + r) * task.num_ranks + task.first_rank;
         QUNROLL
-        for (int v = 0; v < UP_VECS; ++v) sums[r][v] = broadcast(0.0f);
+        for (int v = 0; v < UP_VECS; ++v) sums[r][v] = firsts[v];
     }
     const int64_t rank = task.last_rank - task.first_rank;
     for (int64_t j = 0; j < rank; ++j) {

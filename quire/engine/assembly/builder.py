@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from quire.kernels.lora import PackedAdapter
     from quire.kernels.selection import Selection
     from quire.lora.table import AdapterTable
+    from quire.lora.weights import AdapterLoader
     from quire.nn.decoder import DecoderModel
     from quire.nn.parts import ModelPart
     from quire.parallel.adapters import LedAdapters
@@ -261,14 +262,16 @@ def _build_worker(
         logger.warning("slow reference kernels are used: %s", reason)
     states = planned.files.states(plan.config.tokenizer)
     part = None if group is None else part_of(plan, group.shared)
-    led = None
-    if group is not None and plan.adapters is not None:
+    loader, led = adapter_loader(plan, selection.kernels, part), None
+    if group is not None and loader is not None:
         from quire.parallel.adapters import LedAdapters
 
         led = LedAdapters(group)
-    adapters = adapter_table(plan, adapter_loader(plan, selection.kernels, part), led)
+    adapters = adapter_table(plan, None if loader is None else loader.load, led)
     loaded = load_model(planned, selection.kernels, adapters, part)
     model, pooler, images, experts = loaded
+    if loader is not None:
+        loader.model = model.weights
     model, limits = keep_states(plan, model), plan.limits
     memory = kv_memory(plan, model)
     residence = residence_of(planned, Held(loaded, memory, adapters, states))
@@ -358,16 +361,17 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
 
 def adapter_loader(
     plan: EnginePlan, kernels: Kernels, part: ModelPart | None
-) -> Callable[[AdapterOrder], PackedAdapter] | None:
-    """Return what loads an adapter, of one of several processes its part; None where none are
-    served."""
+) -> AdapterLoader | None:
+    """Return what loads adapters, of one of several processes its part; None where none are served.
+    It has to be told the model's weights."""
     if plan.adapters is None:
         return None
     from quire.lora.weights import AdapterLoader
     from quire.nn.parts import hold
 
-    outputs = None if part is None else hold(plan.spec, part).outputs
-    return AdapterLoader(plan.spec, kernels, plan.dtype, plan.adapters.max_rank, outputs).load
+    held = None if part is None else hold(plan.spec, part)
+    outputs, tokens = (None, None) if held is None else (held.outputs, held.tokens)
+    return AdapterLoader(plan.spec, kernels, plan.dtype, plan.adapters.limits, outputs, tokens)
 
 
 def adapter_table(

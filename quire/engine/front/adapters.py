@@ -29,7 +29,7 @@ class RequestedAdapters:
     """The adapters that programs name with their requests. Safe in any thread."""
 
     def __init__(self, spec: DecoderSpec, plan: AdapterPlan | None) -> None:
-        self._store = None if plan is None else AdapterStore(spec, plan.max_rank)
+        self._store = None if plan is None else AdapterStore(spec, plan.limits)
 
     def chosen(self, request: LoRARequest | None) -> ChosenAdapter | None:
         """Return the adapter that a request gets. Raises InvalidParameterError where there is none.

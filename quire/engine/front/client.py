@@ -198,9 +198,7 @@ class Client:
         self._pooling = PoolingRequests(plan, prepared.tokenizer)
         self._images = image_reader(plan)
         adapters = plan.adapters
-        self._adapter_store = (
-            None if adapters is None else AdapterStore(plan.spec, adapters.max_rank)
-        )
+        self._adapter_store = None if adapters is None else AdapterStore(plan.spec, adapters.limits)
         self.link = link
         link.show = self._show
         self._streams: dict[str, _ClientStream] = {}

@@ -8,7 +8,7 @@ from quire.common.numbers import format_bytes
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.lora.config import MAX_RANK
-from quire.lora.layout import adapter_bytes
+from quire.lora.layout import AdapterLimits, adapter_bytes, expert_weights
 from quire.models.declaration import DecoderSpec
 
 
@@ -18,9 +18,9 @@ class AdapterPlan(NamedTuple):
     max_active: int
     """Used at once by running sequences."""
     max_loaded: int
-    max_rank: int
+    limits: AdapterLimits
     num_bytes: int
-    """Of all that are loaded, if each changes every projection at the highest rank."""
+    """Of all that are loaded, if each changes all that it may at the highest rank."""
     reason: str
 
 
@@ -43,8 +43,23 @@ def plan_adapters(config: EngineConfig, spec: DecoderSpec, dtype: str) -> Adapte
             f"max_cpu_loras={max_loaded} is below max_loras={max_active}, which are in "
             "memory while they are used; raise the first or lower the second"
         )
-    bytes_each = adapter_bytes(spec, config.max_lora_rank, dtype)
-    reason = f"{max_loaded} of rank {config.max_lora_rank}, {format_bytes(bytes_each)} each"
-    return AdapterPlan(
-        max_active, max_loaded, config.max_lora_rank, max_loaded * bytes_each, reason
-    )
+    limits = AdapterLimits(config.max_lora_rank, config.lora_experts)
+    if limits.has_experts:
+        _check_experts(config, spec)
+    bytes_each = adapter_bytes(spec, limits.max_rank, dtype, has_experts=limits.has_experts)
+    reason = f"{max_loaded} of rank {limits.max_rank}, {format_bytes(bytes_each)} each"
+    return AdapterPlan(max_active, max_loaded, limits, max_loaded * bytes_each, reason)
+
+
+def _check_experts(config: EngineConfig, spec: DecoderSpec) -> None:
+    if not expert_weights(spec):
+        raise ConfigError(
+            f"lora_experts=True is for models with experts, and {spec.architecture} has none; "
+            "leave it out"
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"lora_experts=True with tensor_parallel_size={config.tensor_parallel_size} is not "
+            "supported: adapters of experts need experts that are whole in one process; take "
+            "pipeline_parallel_size or data_parallel_size"
+        )

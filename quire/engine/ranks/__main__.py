@@ -106,9 +106,12 @@ def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], Callable[[], N
     set_num_threads(planned.plan.num_threads)
     part = part_of(planned.plan, None if shape.num_ranks == 1 else exchange, stage)
     kernels = select(planned.plan).kernels
-    load = adapter_loader(planned.plan, kernels, part)
+    loader = adapter_loader(planned.plan, kernels, part)
+    load = None if loader is None else loader.load
     table = adapter_table(planned.plan, load)  # so that projections take adapters
     model = load_model(planned, kernels, table, part).decoder
+    if loader is not None:
+        loader.model = model.weights
     check_unchanged(start["files"], are_copies=start["are_copies"])  # also while they were read
     memory = kv_memory(planned.plan, model)
     membership.connect()

@@ -115,6 +115,10 @@ def apply_experts(
     out: int,
     pool: ExpertPool | None,
     number: int,
+    adapters: list[Adapter],
+    of_token: int,
+    up_number: int,
+    down_number: int,
 ) -> None: ...
 
 class ExpertFileError(RuntimeError): ...
@@ -362,11 +366,22 @@ class Adapter:
         num_outputs: int,
         down: int,
         scales: int,
-        parts: list[tuple[int, int, int, int, int]],
+        parts: list[tuple[int, int, int, int, int, int, int]],
         /,
     ) -> None:
         """Parts: first output, outputs, first rank, rank, address of `up`."""
 
+def add_lora_embedding(
+    adapters: list[Adapter],
+    of_row: int,
+    weight: int,
+    ids: int,
+    num_rows: int,
+    y: int,
+    y_dtype: int,
+    num_columns: int,
+    /,
+) -> None: ...
 def add_lora(
     adapters: list[Adapter],
     of_row: int,
@@ -487,6 +502,7 @@ class Operations:
         columns: list[tuple[int, int]],
         first_id: int,
         num_ids: int,
+        numbers: tuple[int, int, int],
     ) -> None:
         """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
         it computes the wanted tokens' rows alone."""

@@ -11,9 +11,11 @@ from torch import Tensor
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import address, float_code
 from quire.kernels.cpu.linear import CpuLinear
+from quire.kernels.cpu.lora import native_adapters
 from quire.kernels.cpu.paging import PagedLinear, naming_files
 from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
+from quire.kernels.lora import ExpertAdapters
 from quire.program.operations import Gating, Routing, gating_code
 
 PANEL = 16
@@ -61,12 +63,18 @@ def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
 
 
 def apply_experts(
-    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
+    x: Tensor,
+    up: PackedLinear,
+    down: PackedLinear,
+    choice: ExpertChoice,
+    activation: Gating,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """See `Kernels.apply_experts`; widths as `reasons_against` says."""
     num_experts = count_experts(x, up, down, choice)
     weights = native_experts(up, down)
     out = torch.empty_like(x)
+    natives, of_token = ([], 0) if adapters is None else native_adapters(adapters.step, x.shape[0])
     with naming_files():
         _native.apply_experts(
             weights.up,
@@ -82,6 +90,10 @@ def apply_experts(
             out.data_ptr(),
             weights.pool,
             weights.number,
+            natives,
+            of_token,
+            -1 if adapters is None else adapters.up,
+            -1 if adapters is None else adapters.down,
         )
     return out
 

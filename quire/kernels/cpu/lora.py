@@ -10,7 +10,14 @@ from torch import Tensor
 
 from quire.common.numbers import align_up
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.checks import address, float_code, require, vector_address
+from quire.kernels.cpu.checks import (
+    FLOAT_CODES,
+    address,
+    float_code,
+    indices_address,
+    require,
+    vector_address,
+)
 from quire.kernels.host_memory import empty_bytes
 from quire.kernels.lora import LoraWeight, StepAdapters
 
@@ -23,34 +30,52 @@ _ALIGNMENT = 64
 class CpuAdapter:
     """A packed adapter, in one piece of memory. Implements `PackedAdapter`."""
 
-    __slots__ = ("__weakref__", "_memory", "_num_used", "_scales", "native", "num_bytes")
+    __slots__ = (
+        "__weakref__", "_constants", "_memory", "_num_used", "native", "num_bytes", "numbers"
+    )  # fmt: skip
 
     def __init__(self, weights: Mapping[int, LoraWeight], num_weights: int) -> None:
         factors = [each for weight in weights.values() for each in _factors(weight)]
         dtypes = {tensor.dtype for tensor in factors}
-        require(len(dtypes) == 1, f"pack_adapter: expected one dtype, got {dtypes}")
+        require(len(dtypes) <= 1, f"pack_adapter: expected one dtype, got {dtypes}")
         self._memory = empty_bytes(sum(align_up(each.nbytes, _ALIGNMENT) for each in factors))
         self._num_used = 0
-        self._scales: list[Tensor] = []
-        self.native = _native.Adapter(float_code(factors[0], "an adapter"), num_weights)
+        self.numbers = frozenset(weights)
+        self._constants: list[Tensor] = []
+        """Scales and biases; those of the model that are replaced among them, which are no memory
+        of the adapter's."""
+        # of a stage none of whose weights it changes, any
+        dtype = FLOAT_CODES[factors[0].dtype if factors else torch.float32]
+        self.native = _native.Adapter(dtype, num_weights)
         for number, weight in weights.items():
             self._add(number, weight)
-        self.num_bytes = self._memory.nbytes + sum(each.nbytes for each in self._scales)
+        self.num_bytes = self._memory.nbytes + sum(map(_num_own_bytes, weights.values()))
 
     def _add(self, number: int, weight: LoraWeight) -> None:
         num_ranks, num_inputs = weight.down.shape
-        down = self._kept(_blocks(weight.down))
+        if weight.is_embedding:
+            down = self._kept(weight.down.t().reshape(-1))
+        else:
+            down = self._kept(_blocks(weight.down))
         parts = []
-        for first_output, first_rank, up in weight.parts:
+        for first_output, first_rank, up, bias, replaced in weight.parts:
             require(up.dim() == 2, "pack_adapter: expected `up` [outputs, rank]", up)
+            num_outputs, rank = up.shape
+            constants = self._constant(bias, num_outputs), self._constant(replaced, num_outputs)
             parts.append(
-                (first_output, up.shape[0], first_rank, up.shape[1], self._kept(_panels(up)))
+                (first_output, num_outputs, first_rank, rank, self._kept(_panels(up)), *constants)
             )
-        self._scales.append(weight.scales)
-        scales = vector_address(weight.scales, "scales", torch.float32, num_ranks)
+        scales = self._constant(weight.scales, num_ranks)
         self.native.set_weight(
             number, num_ranks, num_inputs, weight.num_outputs, down, scales, parts
         )
+
+    def _constant(self, vector: Tensor | None, size: int) -> int:
+        """The address of a vector, which is kept; 0: there is none."""
+        if vector is None:
+            return 0
+        self._constants.append(vector)
+        return vector_address(vector, "scales or a bias", torch.float32, size)
 
     def _kept(self, packed: Tensor) -> int:
         """The address of a copy behind what is there already."""
@@ -59,6 +84,11 @@ class CpuAdapter:
         place.copy_(packed)
         self._num_used = align_up(end, _ALIGNMENT)
         return address(place, "an adapter")
+
+
+def _num_own_bytes(weight: LoraWeight) -> int:
+    biases = (part.bias for part in weight.parts if part.bias is not None)
+    return weight.scales.nbytes + sum(each.nbytes for each in biases)
 
 
 def _factors(weight: LoraWeight) -> list[Tensor]:
@@ -131,4 +161,19 @@ def add_lora(
         float_code(y, "y"),
         first_output,
         y.shape[1],
+    )
+
+
+def add_lora_embedding(y: Tensor, token_ids: Tensor, adapters: StepAdapters, number: int) -> None:
+    """See `Kernels.add_lora_embedding`."""
+    num_rows = token_ids.numel()
+    require(
+        y.dim() == 2 and y.shape[0] == num_rows,
+        "add_lora_embedding: expected as many tokens as rows of y",
+        y,
+    )
+    natives, of_token = native_adapters(adapters, num_rows)
+    ids = indices_address(token_ids, "token_ids", num_rows)
+    _native.add_lora_embedding(
+        natives, of_token, number, ids, num_rows, address(y, "y"), float_code(y, "y"), y.shape[1]
     )

@@ -50,7 +50,7 @@ KINDS: dict[type[ops.Operation], int] = {
     ops.AttendAll: 8, ops.Select: 9, ops.Scatter: 10, ops.Experts: 11, ops.GateRows: 12,
     ops.Place: 13, ops.Take: 14,
     ops.HeadLinear: 15, ops.RotateTails: 16, ops.WriteLatent: 17, ops.AddPlaced: 18,
-    ops.Gather: 19, ops.EmbedGathered: 20,
+    ops.Gather: 19, ops.EmbedGathered: 20, ops.AdaptEmbedding: 21,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 ONE_BY_ONE = (ops.Join,)
@@ -63,6 +63,7 @@ NO_FIELDS: dict[str, Any] = {
     "bias": 0, "bias_reach": 0,
     "down": None, "router": None, "routing": None, "is_interleaved": False, "value_size": 0,
     "pool": None, "gathering": None, "columns": [], "first_id": 0, "num_ids": 0,
+    "numbers": (-1, -1, -1),
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
 
@@ -270,6 +271,8 @@ class _Writer:
                 }
             case ops.Experts():
                 return self._experts(operation)
+            case ops.AdaptEmbedding(number=number):
+                return {"number": number}
             case ops.AddPlaced(first_column=first):
                 return {"first_output": first}
             case ops.Activate(activation=activation):
@@ -357,6 +360,11 @@ class _Writer:
             "down": weights.down,
             "pool": weights.pool,
             "number": weights.number,
+            "numbers": (
+                (operation.router, operation.up, operation.down)
+                if operation.is_adaptable
+                else (-1, -1, -1)
+            ),
             "routing": self._routing(operation),
             "activation": gating_code(operation.activation),
         }

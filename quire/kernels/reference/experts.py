@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
-from quire.kernels.reference import linear
+from quire.kernels.lora import ExpertAdapters
+from quire.kernels.reference import elementwise, linear, lora
 from quire.kernels.reference.linear import ReferenceLinear, ReferenceQuantizedLinear
 from quire.kernels.reference.sampling import best_first
 from quire.program.operations import Gating, Routing
@@ -55,7 +56,12 @@ def _sigmoid_shares(chosen: Tensor, routing: Routing) -> Tensor:
 
 
 def apply_experts(
-    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
+    x: Tensor,
+    up: PackedLinear,
+    down: PackedLinear,
+    choice: ExpertChoice,
+    activation: Gating,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """See `Kernels.apply_experts`."""
     num_experts = count_experts(x, up, down, choice)
@@ -65,11 +71,26 @@ def apply_experts(
         total = torch.zeros(1, x.shape[1])
         for expert, weight in zip(choice.ids[t].tolist(), choice.weights[t], strict=True):
             if 0 <= expert < num_experts:
-                inner = linear.gated_linear(row, part(up, expert, num_experts), activation)
+                products = linear.linear(row, part(up, expert, num_experts), out_dtype="float32")
+                _adapt(products[0], row[0], adapters, t, expert, is_up=True)
+                inner = elementwise.gated(products, activation).to(x.dtype)
                 result = linear.linear(inner, part(down, expert, num_experts), out_dtype="float32")
+                _adapt(result[0], inner[0], adapters, t, expert, is_up=False)
                 total += weight * result
         out[t] = total[0].to(x.dtype)
     return out
+
+
+def _adapt(
+    y: Tensor, x: Tensor, adapters: ExpertAdapters | None, row: int, expert: int, *, is_up: bool
+) -> None:
+    """Add what a token's adapter adds to an expert's outputs y, float32, of x."""
+    if adapters is None:
+        return
+    number = adapters.up if is_up else adapters.down
+    weight = lora.weight_of(adapters.step, row, number)
+    if weight is not None:
+        lora.add_to_row(y, x, weight, expert * len(y))
 
 
 def head_linear(x: Tensor, weight: PackedLinear) -> Tensor:

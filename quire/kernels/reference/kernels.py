@@ -26,6 +26,7 @@ class ReferenceKernels:
     gated_linear = staticmethod(linear.gated_linear)
     pack_adapter = staticmethod(lora.pack_adapter)
     add_lora = staticmethod(lora.add_lora)
+    add_lora_embedding = staticmethod(lora.add_lora_embedding)
     linear_argmax = staticmethod(linear.linear_argmax)
     table_of = staticmethod(linear.table_of)
     linear = staticmethod(linear.linear)

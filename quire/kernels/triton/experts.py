@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.experts import check_choice, check_heads, count_experts
 from quire.kernels.interface import ExpertChoice, PackedLinear
+from quire.kernels.lora import ExpertAdapters
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.checks import check_floats, launch_options
 from quire.kernels.triton.expert_gemm import (
@@ -49,9 +50,16 @@ def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
 
 
 def apply_experts(
-    x: Tensor, up: PackedLinear, down: PackedLinear, choice: ExpertChoice, activation: Gating
+    x: Tensor,
+    up: PackedLinear,
+    down: PackedLinear,
+    choice: ExpertChoice,
+    activation: Gating,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """See `Kernels.apply_experts`; weights of floats have x's dtype."""
+    """See `Kernels.apply_experts`; weights of floats have x's dtype. Takes no adapters, as no
+    program of this back end does."""
+    assert adapters is None, "this back end takes no adapters"
     check_floats(x, "experts: x")
     num_experts = count_experts(x, up, down, choice)
     up, down = (arrange_experts(each, num_experts) for each in (up, down))

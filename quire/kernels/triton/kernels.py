@@ -225,6 +225,12 @@ class TritonKernels:
         """Refused, as are programs that take adapters."""
         raise ConfigError(NO_ADAPTERS)
 
+    def add_lora_embedding(
+        self, y: Tensor, token_ids: Tensor, adapters: StepAdapters, number: int
+    ) -> None:
+        """Refused, as are programs that take adapters."""
+        raise ConfigError(NO_ADAPTERS)
+
     def compile(self, program: Program, weights: Weights) -> TritonProgram:
         """See `program`. Experts are arranged here, so that no step has to."""
         for each in program.operations:

@@ -9,6 +9,7 @@ from quire.errors import RequestError
 from quire.nn.decoder import DecoderModel
 from quire.sampling import Sampler
 from quire.worker.outlets.interface import TaskBatch, Unread
+from quire.worker.outlets.places import places_of
 from quire.worker.rows import RowTable
 
 
@@ -45,6 +46,8 @@ class PromptScoreOutlet:
         records: list[TokenLogprobs] = []
         for start in range(first, end, MAX_SCORED_ROWS):
             stop = min(end, start + MAX_SCORED_ROWS)
-            logits = self.model.logits(batch.hidden.states[start + shift : stop + shift])
+            states = batch.hidden.states[start + shift : stop + shift]
+            before = range(start - 1, stop - 1)
+            logits = self.model.logits(states, places_of(self.model, work.row, before))
             records += self.sampler.prompt_logprobs(logits, tokens[start:stop].tolist(), sampling)
         return tuple(records)

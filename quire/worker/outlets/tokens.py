@@ -33,6 +33,7 @@ from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
 from quire.sampling.plain import choose_plain, draws_of, has_filters, is_plain
 from quire.worker.outlets.interface import TaskBatch, Unread
+from quire.worker.outlets.places import last_places
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
@@ -59,13 +60,13 @@ class TokenOutlet:
         counts = self._plain_counts(work, tasks)
         if counts is None or max(counts) > 1:
             return None
-        hidden = batch.last_states(self._stage)
-        chosen = self.model.best_tokens(hidden) if _are_greedy(self._samplings(work)) else None
+        hidden, places = batch.last_states(self._stage), last_places(self.model, work)
+        are_greedy = _are_greedy(self._samplings(work))
+        chosen = self.model.best_tokens(hidden, places) if are_greedy else None
         if chosen is None:
             rows = self._sampled_rows(work, tasks)
-            chosen = choose_plain(
-                self.sampler.kernels, self.model.logits(hidden), rows, self._stage
-            )
+            logits = self.model.logits(hidden, places)
+            chosen = choose_plain(self.sampler.kernels, logits, rows, self._stage)
         return Unread(chosen, _one_each)
 
     def _launch_runs(self, batch: TaskBatch) -> list[WorkResult]:
@@ -103,19 +104,20 @@ class TokenOutlet:
         self, hidden: Tensor, work: Sequence[RowWork], tasks: Sequence[Task]
     ) -> list[WorkResult]:
         """Choose from each of the hidden states [n, H]."""
+        places = last_places(self.model, work)
         counts, samplings = self._plain_counts(work, tasks), self._samplings(work)
         if counts is not None and _are_greedy(samplings):
-            best = self.model.best_tokens(hidden)
+            best = self.model.best_tokens(hidden, places)
             if best is not None:
                 return greedy_results(best, counts)
         rows = self._sampled_rows(work, tasks)
         if counts is not None and not any(
             has_filters(each, self.model.head.num_outputs) for each in samplings
         ):
-            drawn = self.model.drawn_tokens(hidden, draws_of(rows))
+            drawn = self.model.drawn_tokens(hidden, draws_of(rows), places)
             if drawn is not None:
                 return drawn_results(drawn, rows)
-        return self.sampler.sample(self.model.logits(hidden), rows)
+        return self.sampler.sample(self.model.logits(hidden, places), rows)
 
     def _samplings(self, work: Sequence[RowWork]) -> list[RowSampling]:
         return [self._rows.sampling[item.row] for item in work]

@@ -8,6 +8,7 @@ from quire.core.plan import NOT_FINITE, WorkResult
 from quire.core.pooling import WeighTokens
 from quire.nn.decoder import DecoderModel
 from quire.worker.outlets.interface import TaskBatch, Unread
+from quire.worker.outlets.places import last_places
 from quire.worker.staging import Staging
 
 
@@ -21,7 +22,8 @@ class WeighingOutlet:
         self._stage = Staging(model.kernels.device)
 
     def launch(self, batch: TaskBatch) -> list[WorkResult]:
-        logits = self._model.logits(batch.last_states(self._stage))
+        places = last_places(self._model, batch.work)
+        logits = self._model.logits(batch.last_states(self._stage), places)
         counts: list[int] = []
         ids: list[int] = []
         for task in batch.tasks:

@@ -29,17 +29,19 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _weight(rank: int, dtype: torch.dtype, seed: int) -> LoraWeight:
-    """Three parts, of which the second has a rank of its own and the third shares the first one's."""
+    """Three parts, of which the second has a rank of its own and the third shares the first one's.
+    The second has a bias, and the third one in place of another."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
     other = 3
+    biases = [draw(size).float() for size in (*PARTS[1:], *PARTS[2:])]
     parts = (
         LoraPart(0, 0, draw(PARTS[0], rank)),
-        LoraPart(PARTS[0], rank, draw(PARTS[1], other)),
-        LoraPart(PARTS[0] + PARTS[1], 0, draw(PARTS[2], rank)),
+        LoraPart(PARTS[0], rank, draw(PARTS[1], other), biases[0]),
+        LoraPart(PARTS[0] + PARTS[1], 0, draw(PARTS[2], rank), biases[1], biases[2]),
     )
     scales = torch.linspace(0.5, 2.0, rank + other)
     return LoraWeight(draw(rank + other, NUM_INPUTS), scales, parts, sum(PARTS))
@@ -100,6 +102,38 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(
             assert torch.equal(together[row], alone[0]), row
     same = _adapted(x, y, packed[:1], [0] * 150)
     assert torch.equal(same[1::7], together[1::7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_get_the_row_of_their_token(isa: str, dtype: torch.dtype) -> None:
+    """`down` is a table of tokens, read by their ids."""
+    _, y, of_token = _step(dtype, 50)
+    ids = torch.randint(NUM_INPUTS, (50,), generator=torch.Generator().manual_seed(4))
+    adapters = [{2: _weight(rank, dtype, rank)._replace(is_embedding=True)} for rank in RANKS]
+    found, expected = y.clone(), y.clone()
+    indices = torch.tensor(of_token, dtype=torch.int32)
+    for kernels, out in ((lora, found), (reference, expected)):
+        packed = tuple(kernels.pack_adapter(each, 3) for each in adapters)
+        kernels.add_lora_embedding(out, ids, StepAdapters(packed, indices), 2)
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found[::7], y[::7]) and not torch.equal(found, y)
+    for row in (1, 6, 20):
+        alone = y[row : row + 1].clone()
+        own = (lora.pack_adapter(adapters[of_token[row]], 3),)
+        lora.add_lora_embedding(
+            alone, ids[row : row + 1], StepAdapters(own, torch.zeros(1, dtype=torch.int32)), 2
+        )
+        assert torch.equal(alone[0], found[row])
+    with pytest.raises(IndexError, match="outside an embedding of 83 rows"):
+        lora.add_lora_embedding(
+            found, ids + NUM_INPUTS, StepAdapters(packed_of(adapters), indices), 2
+        )
+
+
+def packed_of(adapters: list[dict[int, LoraWeight]]) -> tuple[lora.CpuAdapter, ...]:
+    """All of them, packed."""
+    return tuple(lora.pack_adapter(each, 3) for each in adapters)
 
 
 def test_some_columns_get_what_they_get_with_all_others(isa: str) -> None:
