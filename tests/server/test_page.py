@@ -256,3 +256,26 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(page: Page) -> 
     page.problems[:] = [
         each for each in page.problems if "401" not in each and "ERR_CONNECTION" not in each
     ]
+
+
+def test_accepted_drafts_are_marked_in_an_answer(page: Page, server: RunningServer) -> None:
+    """A story that is told again is drafted from the first telling."""
+    with serve_model(speculative_config={"method": "suffix"}, kv_cache_memory="8MiB") as drafting:
+        page.open(drafting.url)
+        page.wait(IS_READY)
+        page.evaluate("document.getElementById('temperature').value = '0'")
+        for _ in range(20):
+            page.evaluate("document.getElementById('chat-clear').click()")
+            page.evaluate(
+                "document.getElementById('prompt').value = 'Tell me a story about a fox.'"
+            )
+            page.evaluate("document.getElementById('send').click()")
+            page.wait("document.querySelector('.reply .meta')?.textContent.includes('tokens')")
+            if page.evaluate("document.querySelectorAll('.reply mark.drafted').length"):
+                break
+        marked = page.evaluate("document.querySelector('.reply mark.drafted').textContent")
+        text = page.evaluate("document.querySelector('.reply .text').textContent")
+        assert marked and marked in text
+        assert " drafted" in page.evaluate("document.querySelector('.reply .meta').textContent")
+        page.open(server.url)  # while this one still answers the page's questions
+        page.wait(IS_READY)

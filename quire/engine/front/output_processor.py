@@ -8,7 +8,7 @@ whose text has reached a stop string. An exception here ends one request, never 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol, TypeVar, cast
 
@@ -54,13 +54,30 @@ A scheduler's `Progress` is one."""
 class _SequenceState:
     """What has been made of one sequence's tokens."""
 
-    __slots__ = ("is_flushed", "logprobs", "num_delivered", "stream")
+    __slots__ = ("drafted", "is_flushed", "logprobs", "num_delivered", "num_shown", "stream")
 
     def __init__(self, stream: TextStream, has_logprobs: bool) -> None:
         self.stream = stream
         self.logprobs: list[LogprobsByToken] | None = [] if has_logprobs else None
-        self.num_delivered = 0
+        self.num_delivered = self.num_shown = 0
+        """Tokens, and characters, of the deltas so far."""
+        self.drafted: list[tuple[int, int]] = []
+        """Of all text, the characters of draft tokens that no delta has told of yet."""
         self.is_flushed = False
+
+    def note_drafted(self, first: int, end: int) -> None:
+        """These characters came of a draft token."""
+        if self.drafted and self.drafted[-1][1] == first:
+            first, _ = self.drafted.pop()
+        if first < end:
+            self.drafted.append((first, end))
+
+    def take(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Return the text of a delta, and its runs of draft tokens."""
+        first, self.num_shown = self.num_shown, self.stream.num_chars
+        drafted = tuple((start - first, end - first) for start, end in self.drafted)
+        self.drafted.clear()
+        return self.stream.take(), drafted
 
 
 class RequestState:
@@ -99,19 +116,23 @@ class OutputProcessor:
         """Begin to follow a request."""
         self._states[request.request_id] = RequestState(request, asked)
 
-    def process(self, progress: Iterable[Happening]) -> list[RequestOutput]:
+    def process(self, progress: Sequence[Happening]) -> list[RequestOutput]:
         """Take in a step's progress; returns an output for each request that
-        something happened to, as it asked."""
+        something happened to, as it asked. A sequence's tokens follow one another; all but the last
+        were drafted."""
         touched: dict[str, RequestState] = {}
         began_s = perf_counter()
-        for sequence, token_id, logprobs in progress:
+        for place, (sequence, token_id, logprobs) in enumerate(progress, 1):
             request = sequence.request
             state = self._states.get(request.request_id)
             if state is None:
                 continue
             touched[request.request_id] = state
             try:
-                self._take(state, sequence, token_id, logprobs)
+                if place < len(progress) and progress[place][0] is sequence:
+                    self._take_drafted(state, sequence, progress[place - 1], progress[place][1])
+                else:
+                    self._take(state, sequence, token_id, logprobs)
             except Exception as error:
                 self._fail(state, sequence, error)
             ended_s = perf_counter()
@@ -165,6 +186,17 @@ class OutputProcessor:
 
     # -- one token
     # ----------------------------------------------------------------------------------------------
+
+    def _take_drafted(
+        self, state: RequestState, sequence: SequenceRecord, one: Happening, after: int | None
+    ) -> None:
+        """Take what happened to a sequence before something else did in the same step."""
+        _, token_id, logprobs = one
+        stream = self._state_of(state, sequence).stream
+        first = stream.num_chars
+        self._take(state, sequence, token_id, logprobs)
+        if token_id is not None and after is not None:
+            self._state_of(state, sequence).note_drafted(first, stream.num_chars)
 
     def _take(
         self,
@@ -246,9 +278,10 @@ class OutputProcessor:
         token_ids = sequence.token_ids[len(state.prompt_token_ids) + first :]
         has_logprobs = mine.logprobs is not None
         reason = sequence.finish_reason
+        text, drafted = mine.take() if is_delta else (mine.stream.text, tuple(mine.drafted))
         return CompletionOutput(
             index=index,
-            text=mine.stream.take() if is_delta else mine.stream.text,
+            text=text,
             token_ids=token_ids,
             cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
             logprobs=_as_asked(state, mine.logprobs[first:]) if mine.logprobs is not None else None,
@@ -256,6 +289,7 @@ class OutputProcessor:
             if reason is not None and sequence.status is SequenceStatus.FINISHED
             else None,
             stop_reason=self._visible_stop(state, sequence),
+            drafted=drafted,
         )
 
     def _visible_stop(self, state: RequestState, sequence: SequenceRecord) -> int | str | None:

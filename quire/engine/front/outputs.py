@@ -87,6 +87,9 @@ class CompletionOutput:
     """The stop token or stop string that ended it; None for the model's end-of-sequence token."""
     lora_request: LoRARequest | None = None
     """What it was generated with besides the model."""
+    drafted: tuple[tuple[int, int], ...] = ()
+    """Of `text`, the characters from one place to another that came of draft tokens, which were
+    accepted in a step together with the token behind them."""
 
     def finished(self) -> bool:
         """Return whether this sequence has ended."""

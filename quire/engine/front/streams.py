@@ -178,6 +178,8 @@ def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     for each in later.outputs:
         known = before.pop(each.index, None)
         if known is not None:
+            moved = ((len(known.text) + run[0], len(known.text) + run[1]) for run in each.drafted)
+            each.drafted = (*known.drafted, *moved)
             each.text = known.text + each.text
             each.token_ids = known.token_ids + each.token_ids
             if known.logprobs is not None:

@@ -25,6 +25,8 @@ class TextStream:
         self._parts: list[str] = []
         """The text that has not been taken, in pieces:
         a growing string would be copied at each token."""
+        self.num_chars = 0
+        """Of all that is or was safe to show."""
         self._min_tokens = params.min_tokens
         self.num_tokens = 0
         """Tokens taken."""
@@ -65,13 +67,17 @@ class TextStream:
             return None
         matched = self._show(self._detokenizer.flush())
         if self._stop is not None and matched is None:
-            self._parts.append(self._stop.flush())
+            self._add(self._stop.flush())
         return matched
 
     def _show(self, text: str) -> str | None:
         if self._stop is None or self.num_tokens <= self._min_tokens:
-            self._parts.append(text)  # text before `min_tokens` is no part of any stop string
+            self._add(text)  # text before `min_tokens` is no part of any stop string
             return None
         shown, matched = self._stop.feed(text)
-        self._parts.append(shown)
+        self._add(shown)
         return matched
+
+    def _add(self, text: str) -> None:
+        self._parts.append(text)
+        self.num_chars += len(text)

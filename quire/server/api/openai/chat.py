@@ -72,6 +72,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     """None is True, unless the last message is continued."""
     continue_final_message: bool | None = None
+    draft_runs: bool | None = None
+    """A stream's chunks say which characters of their text came of draft tokens."""
 
 
 @dataclass(slots=True)
@@ -364,6 +366,7 @@ class _ChatEvents:
         self._readers = [prepared.reader() for _ in self._trackers]
         has_more = (
             bool(request.return_token_ids)
+            or bool(request.draft_runs)
             or self._trackers[0] is not None
             or not prepared.answer_format.is_text_only
         )
@@ -448,6 +451,8 @@ class _ChatEvents:
         chunks = [self._delta(completion.index, first, logprobs=logprobs)]
         if has_ids:
             chunks[0]["choices"][0]["token_ids"] = completion.token_ids
+        if self._prepared.request.draft_runs and first.get("content") == completion.text:
+            chunks[0]["choices"][0]["draft_runs"] = completion.drafted
         return chunks + [self._delta(completion.index, each) for each in others]
 
     def _end(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:

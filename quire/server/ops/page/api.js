@@ -42,7 +42,7 @@ export async function streamChat(body, { onStart, onEvent, signal }) {
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers({ "content-type": "application/json" }),
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true }, timings: true }),
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true }, timings: true, draft_runs: true }),
     signal,
   });
   if (!response.ok) throw await failure(response);

@@ -150,7 +150,7 @@ export class Chat {
         onEvent: (chunk) => {
           const piece = chunk.choices?.[0]?.delta?.content ?? "";
           answer += piece;
-          reply.text.append(piece);
+          reply.text.append(...marked(piece, chunk.choices?.[0]?.draft_runs ?? []));
           if (chunk.timings) reply.timings = chunk.timings;
           if (chunk.usage) reply.usage = chunk.usage;
           this.#follow();
@@ -214,9 +214,27 @@ function contentOf(text, urls) {
   return text ? [...parts, { type: "text", text }] : parts;
 }
 
+// A piece of an answer, with its runs of accepted draft tokens marked. Runs count characters, as the server does.
+function marked(piece, runs) {
+  const characters = [...piece];
+  const nodes = [];
+  let place = 0;
+  for (const [start, end] of runs) {
+    const run = document.createElement("mark");
+    run.className = "drafted";
+    run.title = "drafted, and accepted in one step";
+    run.append(characters.slice(start, end).join(""));
+    nodes.push(characters.slice(place, start).join(""), run);
+    place = end;
+  }
+  return [...nodes, characters.slice(place).join("")];
+}
+
 function summary({ usage, timings }) {
   const parts = [];
   if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  const numDrafted = usage?.completion_tokens_details?.accepted_prediction_tokens;
+  if (numDrafted) parts.push(`${numDrafted} drafted`);
   if (timings?.tokens_per_second) parts.push(`${Math.round(timings.tokens_per_second)} tokens/s`);
   if (timings?.first_token_ms) parts.push(`first after ${Math.round(timings.first_token_ms)} ms`);
   if (timings?.cached_tokens) parts.push(`${timings.cached_tokens} of ${usage?.prompt_tokens ?? "?"} prompt tokens cached`);
