@@ -3,6 +3,7 @@ without, in this process, in turns.
 
     python -m benchmarks.speculation
     python -m benchmarks.speculation --draft-model build/storyteller-draft --requests 1,4
+    python -m benchmarks.speculation --draft-model build/storyteller-eagle --draft-method eagle
     python -m benchmarks.speculation --model ./M2/config.json --chances 0.5,0.7,0.9 --output-len 64
 
 Of the shipped model, or of any with a tokenizer, the methods are measured on prompts of four kinds.
@@ -47,6 +48,7 @@ _BEGINNINGS = (
 )  # fmt: skip
 _COPY_LEN, _AGAIN_LEN = 150, 24
 _MAX_DRAFT = 8
+_METHODS = "suffix,ngram,auto"
 
 
 class SetAcceptance:
@@ -188,16 +190,27 @@ def _build(args: argparse.Namespace, speculative: dict[str, Any] | None) -> Engi
 def _drafting(args: argparse.Namespace) -> tuple[Engine, StepCostModel]:
     """An engine that measures what its steps cost, to draft with any speculator."""
     is_modelled = args.draft_model and not args.chances
-    engine = _build(args, {"model": args.draft_model} if is_modelled else {"method": "suffix"})
+    modelled = {"method": args.draft_method, "model": args.draft_model}
+    engine = _build(args, modelled if is_modelled else {"method": "suffix"})
     assert engine.scheduler.pace is not None
     return engine, engine.scheduler.pace.model
+
+
+def _settings(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    """What `speculative_config` says of a method; `auto` has the draft model as well."""
+    if not args.draft_model:
+        return {"method": method}
+    found = {"method": method, "model": args.draft_model}
+    is_head = method == "auto" and args.draft_method != "draft_model"
+    return found | ({"model_method": args.draft_method} if is_head else {})
 
 
 def _measure_methods(args: argparse.Namespace, plain: Engine) -> list[dict[str, Any]]:
     rows = []
     other, costs = _drafting(args)
-    for method in ["draft_model"] if args.draft_model else args.methods.split(","):
-        config = SpeculationConfig(method=method, model=args.draft_model)
+    methods = args.methods or (f"{args.draft_method},auto" if args.draft_model else _METHODS)
+    for method in methods.split(","):
+        config = SpeculationConfig.from_mapping(_settings(args, method))
 
         def begin(measured: Measured, config: SpeculationConfig = config) -> None:
             other.scheduler.look_ahead = speculator_of(config, costs)
@@ -245,8 +258,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="quire-storyteller")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-memory", default="256MiB")
-    parser.add_argument("--methods", default="suffix,ngram", help="(default: suffix,ngram)")
+    parser.add_argument(
+        "--methods",
+        help=f"(default: {_METHODS}, or with a draft model that and auto)",
+    )
     parser.add_argument("--draft-model", metavar="PATH", help="measure this one's drafts instead")
+    parser.add_argument(
+        "--draft-method",
+        choices=("draft_model", "eagle", "eagle3"),
+        default="draft_model",
+        help="what that is (default: draft_model)",
+    )
     parser.add_argument("--chances", help="measure a drafter that is right so often instead")
     parser.add_argument("--requests", default="1,4,16", help="(default: 1,4,16)")
     parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
