@@ -69,14 +69,17 @@ class KeptNodes:
     def keep(self, nodes: Sequence[PrefixNode], tenant: str, until_s: float) -> None:
         """Keep a prefix, from its beginning on, until a moment at least; as much of its beginning
         as the shares allow."""
+        owners = {tenant: None}  # of others, a node may have more blocks than when it was counted
         for node in reversed(nodes):
             known = self._drop(node.digest)
             end_s = until_s if known is None else max(until_s, known.until_s)
             owner = tenant if known is None else known.tenant
+            owners[owner] = None
             self._enter(_Kept(node, owner, end_s, 0))
         most = self._pool.num_blocks
-        while self.num_of(tenant) > TENANT_SHARE * most:
-            self._release_oldest(tenant)
+        for owner in owners:
+            while self.num_of(owner) > TENANT_SHARE * most:
+                self._release_oldest(owner)
         while self.num_blocks > TOTAL_SHARE * most:
             self._release_oldest(max(self._num_by_tenant, key=self.num_of))
 
