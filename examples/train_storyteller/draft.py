@@ -116,9 +116,8 @@ def bounds(
     return float(torch.cat(overlaps).mean()), float(torch.cat(sure).mean())
 
 
-def measured(folder: Path, draft: Path, temperature: float) -> list[float]:
+def measured(folder: Path, speculative: dict[str, object], temperature: float) -> list[float]:
     """How often the engine accepts a draft at each position, where those before it were right."""
-    speculative = {"model": str(draft), "num_speculative_tokens": NUM_DRAFTED}
     with LLM(
         str(folder), kv_cache_memory="64MiB", num_threads=1, speculative_config=speculative
     ) as llm:
@@ -154,11 +153,14 @@ def main() -> None:
     write_json(arguments.out / "config.json", hf_config(SHAPE))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(arguments.model / name, arguments.out / name)
+    speculative: dict[str, object] = {
+        "model": str(arguments.out), "num_speculative_tokens": NUM_DRAFTED,
+    }  # fmt: skip
     for temperature, held_out in unseen.items():
         most, sure = bounds(teacher, draft, held_out, temperature)
         print(f"temperature {temperature:g}: at most {most:.3f}, equal noise at least {sure:.3f}")
         print("  accepted by position:", " ".join(
-            f"{each:.3f}" for each in measured(arguments.model, arguments.out, temperature)
+            f"{each:.3f}" for each in measured(arguments.model, speculative, temperature)
         ))  # fmt: skip
 
 
