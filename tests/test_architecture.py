@@ -106,6 +106,7 @@ CORE_FOR_THE_DATA_PLANE = {
     "quire.core.pooling",
     "quire.core.adapters",
     "quire.core.images",
+    "quire.core.content",
     "quire.core.experts",
     "quire.core.tiers",
     "quire.core.transfers",

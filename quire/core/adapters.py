@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.core.content import Content
+
 ADAPTERS = "adapters"
 """Of `StepPlan.orders`: each an `AdapterOrder`. Of `StepResult.news`: an `AdapterVerdict` on each
 that loads one, in any later step."""
-_SIGN = -(1 << 31)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -38,15 +39,11 @@ class Adapter:
                 return place
         return None if count else 0
 
-    def content_ids(self, content_ids: Sequence[int], start: int) -> tuple[int, ...]:
-        """Return what stands at each position of a prompt in which it is used from `start` on: of
-        the first eight positions there, what stands there and 31 bits of its digest each, so that
-        nothing computed with it is ever found for the model alone or another adapter."""
-        words = array("I", bytes.fromhex(self.digest))
-        found = list(content_ids)
-        for place, word in zip(range(start, len(found)), words, strict=False):
-            found[place] = _SIGN | ((found[place] + word) & ~_SIGN)
-        return tuple(found)
+    def content_at(self, start: int, content_id: int) -> Content:
+        """Return what stands at the position from which on it is used, in place of `content_id`, so
+        that nothing computed with it is ever found for the model alone or another adapter."""
+        told = f"{self.digest} {content_id}".encode()
+        return Content(start, start + 1, hashlib.blake2b(told, digest_size=32).digest())
 
 
 class AdapterOrder(NamedTuple):

@@ -6,14 +6,14 @@ of one digest are the same for every cache.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from quire.core.content import Content
 
 IMAGES = "images"
 """Of `StepPlan.orders`: each an `ImageOrder`. Of `StepResult.news`: an `ImageVerdict` on each that
 encodes one, in any later step."""
-_SIGN = -(1 << 31)
 
 
 class Image(NamedTuple):
@@ -66,15 +66,6 @@ class ImageVerdict(NamedTuple):
     number: int = 0
 
 
-def content_ids(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> tuple[int, ...] | None:
-    """Return what stands at each position: of an image's place 31 bits of its digest, negative, one
-    word after the other and round again, so that eight places have nearly all of it. None where
-    there are no images."""
-    if not images:
-        return None
-    found = list(token_ids)
-    for first, image in images:
-        words = [_SIGN | (word & 0x7FFFFFFF) for word in array("I", image.digest)]
-        repeated = words * (image.num_tokens // len(words) + 1)
-        found[first : first + image.num_tokens] = repeated[: image.num_tokens]
-    return tuple(found)
+def contents_of(images: Sequence[PlacedImage]) -> tuple[Content, ...]:
+    """Return what stands in the places of images."""
+    return tuple(Content(each.first, each.end, each.image.digest) for each in images)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
+from quire.core.content import content_ids
 from quire.core.kvcache.manager import BlockTable
 from quire.core.kvcache.prefix import ChainKeys, ScoringKey
 from quire.core.plan import RowSampling, Task, TokenLogprobs, WorkResult
@@ -154,13 +155,15 @@ class RequestRecord(RequestSpec):
 class Request(RequestRecord):
     """A request in a scheduler."""
 
-    __slots__ = ("arrival", "arrival_step", "resumed", "strategy")
+    __slots__ = ("arrival", "arrival_step", "content_ids", "resumed", "strategy")
 
     sequences: list[Sequence]
     strategy: DecodingStrategy
     resumed: tuple[ResumedSequence, ...]
     """Its unfinished sequences, where the request was begun elsewhere;
     their tokens go on as they would have there."""
+    content_ids: tuple[int, ...] | None
+    """What stands at each position of the prompt; None: its tokens."""
     arrival: int
     """Its place in the order of arrival."""
     arrival_step: int
@@ -173,6 +176,7 @@ class Request(RequestRecord):
         resumed: tuple[ResumedSequence, ...] = (),
     ) -> None:
         super().__init__(spec)
+        self.content_ids = content_ids(spec.prompt_token_ids, spec.contents)
         self.strategy = strategy
         self.resumed = resumed
         self.arrival = self.arrival_step = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from quire.config.limits import SchedulerLimits
+from quire.core.content import Content
 from quire.core.kvcache.prefix import Namespace
 from quire.core.plan import RowSampling
 from quire.core.pooling import Pool, WeighTokens
@@ -46,11 +47,9 @@ class RequestSpec:
     request_id: str = ""
     """Unique among the requests in flight; appears in logs."""
     prompt_token_ids: tuple[int, ...] = ()
-    content_ids: tuple[int, ...] | None = None
-    """What stands at each position of the prompt, by which cached prefixes are told apart; None:
-    the token ids say so. Where a token only holds the place of other content (of an image, say), a
-    negative 32-bit number: part of the content's digest.
-    """
+    contents: tuple[Content, ...] = ()
+    """What stands where tokens of the prompt only hold a place, of an image, say: cached prefixes
+    are told apart by it."""
     undivided: tuple[tuple[int, int], ...] = ()
     """Spans [first, end) of the prompt, ascending, whose tokens see one another both ways: no step
     computes a part of one, but for what the cache has."""
@@ -93,7 +92,7 @@ class RequestSpec:
         return self.pool is None and self.weigh is None
 
     def __post_init__(self) -> None:
-        assert self.content_ids is None or len(self.content_ids) == len(self.prompt_token_ids)
+        assert all(each.end <= len(self.prompt_token_ids) for each in self.contents)
 
 
 @dataclass(frozen=True, slots=True)

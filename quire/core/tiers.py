@@ -26,7 +26,7 @@ class StoredKey(NamedTuple):
     parent: bytes
     """Digest of the place before it, or of the namespace."""
     content_ids: tuple[int, ...]
-    """What stands at its positions."""
+    """What stands at its positions (`quire.core.content`)."""
 
 
 class TierOrder(NamedTuple):

@@ -4,9 +4,10 @@ them, and what is ordered and reported."""
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from quire.core.content import content_bytes
 
 TRANSFERS = "transfers"
 """Of `StepPlan.orders`: each a `TransferOrder`. Of `StepResult.news`: `TransferNews`."""
@@ -76,5 +77,5 @@ def content_digest(namespace: tuple[str, ...], content_ids: Sequence[int]) -> by
     for each in namespace:
         encoded = each.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    digest.update(b"\xff" * 8 + array("i", content_ids).tobytes())
+    digest.update(b"\xff" * 8 + content_bytes(content_ids))
     return digest.digest()

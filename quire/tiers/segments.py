@@ -4,6 +4,8 @@
     header    magic, the cache's identity (32 bytes), tokens and bytes of a block, checksum
     record    magic, digest, parent's digest, checksum (16 bytes each), content ids, payload
 
+The checksum covers whole content ids, of which the record has 32 bits each.
+
 A file says of itself what it is, so that an index can be rebuilt of the files alone. Nothing in it
 is believed: a record counts only if its checksum, its digest, its parent and its content ids are
 those of the request. A record that was cut off, at whatever byte, is no record. Records have
@@ -34,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.content import content_bytes, short_ids
 from quire.core.tiers import StoredKey
 
 _MAGIC = b"QuireKV2"
@@ -72,15 +75,15 @@ HEADER_BYTES = _HEADER.size
 
 def encode(key: StoredKey, payload: memoryview) -> list[bytes | memoryview]:
     """Return a record, in pieces to be written one behind the other."""
-    content = array("i", key.content_ids).tobytes()
-    checksum = _checksum(key.digest, key.parent, content, sums_of(payload))
+    content = array("i", short_ids(key.content_ids)).tobytes()
+    checksum = _checksum(key.digest, key.parent, content_bytes(key.content_ids), sums_of(payload))
     head = _RECORD.pack(_RECORD_MAGIC, key.digest, key.parent, checksum)
     return [head, content, payload]
 
 
 def decode(record: memoryview, key: StoredKey) -> memoryview | None:
     """Return the payload of a record if it is what was stored under `key`, to the last bit."""
-    content = array("i", key.content_ids).tobytes()
+    content = array("i", short_ids(key.content_ids)).tobytes()
     start = _RECORD.size + len(content)
     if len(record) <= start:
         return None
@@ -91,7 +94,7 @@ def decode(record: memoryview, key: StoredKey) -> memoryview | None:
         and digest == key.digest
         and parent == key.parent
         and record[_RECORD.size : start] == content
-        and checksum == _checksum(digest, parent, content, sums_of(payload))
+        and checksum == _checksum(digest, parent, content_bytes(key.content_ids), sums_of(payload))
     )
     return payload if is_same else None
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from quire.config.limits import SchedulerLimits
+from quire.core.content import Content
 from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkingBudget, ThinkTagTokens
@@ -31,7 +32,7 @@ MARKS = ThinkTagTokens(((0, 5, 1),), 1, ((0, 6, 1),), (6,))
 OTHERS: dict[str, Any] = {
     "request_id": "a",
     "prompt_token_ids": (5, 6),
-    "content_ids": (5, -7),
+    "contents": (Content(1, 2, bytes(range(32))),),
     "undivided": ((0, 2),),
     "sampling": RowSampling(
         seed=2**64 - 1, min_p=0.25, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)),

@@ -13,6 +13,7 @@ from adapters import MakeLLM, write_adapter
 
 from quire import LLM, LoRARequest, SamplingParams, TokensPrompt
 from quire.core.adapters import Adapter
+from quire.core.content import content_ids
 from quire.errors import InvalidParameterError
 from quire.models.declaration import DecoderSpec
 
@@ -117,12 +118,11 @@ def test_what_stands_behind_an_invocation_is_told_apart_and_nothing_is_lost() ->
     tokens = [3, 5, *range(6, 20)]
     assert one.start_in([5, 3, 5, 4]) == 2 and one.start_in([3]) is None
     assert Adapter("01" * 32, "").start_in([3]) == 0
-    found = one.content_ids(tokens, 1)
-    assert found[0] == 3 and found[9:] == tuple(tokens[9:])
-    assert all(each < 0 for each in found[1:9])
-    changed = one.content_ids([3, 5, 7, *range(7, 20)], 1)
-    assert changed[2] != found[2] and changed[:2] == found[:2], "tokens still count"
-    assert not set(found[1:9]) & set(other.content_ids(tokens, 1)[1:9])
+    told = [each.content_at(1, content) for each in (one, other) for content in (5, 6)]
+    assert len({each.digest for each in told}) == 4, "adapter and token both count"
+    found = content_ids(tokens, told[:1])
+    assert found is not None and found[1] < -(2**31)
+    assert (found[0], *found[2:]) == (tokens[0], *tokens[2:]), "tokens still count"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.config.limits import SchedulerLimits
-from quire.core.images import Image, PlacedImage, content_ids
+from quire.core.images import Image, PlacedImage, contents_of
 from quire.core.plan import RowSampling, StepPlan, StepResult
 from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.images import MAX_ENCODE_S, EncodedImages
@@ -69,7 +69,7 @@ class Engine:
         spec = RequestSpec(
             request_id=name,
             prompt_token_ids=prompt,
-            content_ids=content_ids(prompt, placed),
+            contents=contents_of(placed),
             sampling=RowSampling(images=placed),
             max_tokens=max_tokens,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
+from quire.core.content import short_ids
 from quire.core.kvcache.elsewhere import Medium
 from quire.core.kvcache.prefix import Namespace, PrefixIndex, PrefixNode
 from quire.core.tiers import StoreMedium
@@ -43,7 +44,7 @@ class KVEvent(NamedTuple):
     parent: bytes = b""
     """Of "stored" in the pool, as the next two; empty at the beginning of a prompt."""
     tokens: tuple[tuple[int, ...], ...] = ()
-    """What stands in each block (`Sequence.content_ids`)."""
+    """What stands in each block (`Sequence.content_ids`), of a digest 31 bits."""
     namespace: Namespace = ()
     request_id: str = ""
     """Of "prompt", as the next."""
@@ -188,7 +189,7 @@ def stored_event(nodes: list[PrefixNode]) -> KVEvent:
         "stored",
         tuple(node.digest for node in nodes),
         parent=before.digest if before.parent is not None else b"",
-        tokens=tuple(node.tokens for node in nodes),
+        tokens=tuple(short_ids(node.tokens) for node in nodes),
         namespace=before.namespace,
     )
 

@@ -17,11 +17,11 @@ references a block references everything before it.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from quire.core.content import content_bytes
 from quire.core.kvcache.elsewhere import StoredElsewhere
 from quire.core.plan import TokenLogprobs
 
@@ -124,11 +124,11 @@ class ChainKeys:
         if first + size > len(token_ids):
             return
         new = tuple(token_ids[first:])
-        content, width = array("i", new).tobytes(), array("i").itemsize * size
         digest = self.digests[-1] if self.digests else self.root.digest
-        for place in range(len(new) // size):
-            digest = self._digest(digest, content[place * width : (place + 1) * width])
-            self.tokens.append(new[place * size : (place + 1) * size])
+        for place in range(0, len(new) // size * size, size):
+            tokens = new[place : place + size]
+            digest = self._digest(digest, content_bytes(tokens))
+            self.tokens.append(tokens)
             self.digests.append(digest)
 
     def copy(self) -> ChainKeys:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from quire.common.seeds import mix64
 from quire.core.adapters import Adapter
-from quire.core.images import content_ids
+from quire.core.content import Content, content_ids
+from quire.core.images import contents_of
 from quire.core.kvcache.prefix import Namespace
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import ThinkingBudget
@@ -93,13 +94,13 @@ class RequestBuilder:
             self._check_generates()
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
         self._check_places(prompt)
-        content, start = _content(prompt, adapter)
+        contents, start = _contents(prompt, adapter)
         transfer = read_transfer(params, self._plan)
         spec = replace(
             digest.spec,
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            content_ids=content,
+            contents=contents,
             undivided=self._undivided(prompt),
             sampling=digest.sampling._replace(
                 seed=self._seed(params),
@@ -188,12 +189,12 @@ class RequestBuilder:
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
-        content, start = _content(prompt, adapter)
+        contents, start = _contents(prompt, adapter)
         sampling = params.to_row_sampling()
         spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
-            content_ids=content,
+            contents=contents,
             undivided=self._undivided(prompt),
             sampling=sampling._replace(adapter=adapter, adapter_start=start, images=prompt.images),
             beam=settings,
@@ -224,10 +225,10 @@ class RequestBuilder:
         return ThinkingBudget(budget, is_open, spelling)
 
 
-def _content(prompt: ParsedPrompt, adapter: Adapter | None) -> tuple[tuple[int, ...] | None, int]:
-    """Return what stands at each position, where that is not the tokens alone, and the position
-    from which on the adapter is used. Raises InvalidParameterError where it is not invoked."""
-    found = content_ids(prompt.token_ids, prompt.images)
+def _contents(prompt: ParsedPrompt, adapter: Adapter | None) -> tuple[tuple[Content, ...], int]:
+    """Return what stands in place of tokens, and the position from which on the adapter is used.
+    Raises InvalidParameterError where it is not invoked."""
+    found = contents_of(prompt.images)
     if adapter is None or not adapter.invocation:
         return found, 0
     start = adapter.start_in(prompt.token_ids)
@@ -237,11 +238,12 @@ def _content(prompt: ParsedPrompt, adapter: Adapter | None) -> tuple[tuple[int, 
             "end it with them, or take the model itself",
             param="prompt",
         )
-    return adapter.content_ids(prompt.token_ids if found is None else found, start), start
+    ids = content_ids(prompt.token_ids, found) or prompt.token_ids
+    return (*found, adapter.content_at(start, ids[start])), start
 
 
 def _namespace(prompt: ParsedPrompt, adapter: Adapter | None) -> Namespace:
-    """What an activated adapter computes is told apart by its content ids, so that what stands
+    """What an activated adapter computes is told apart by the contents, so that what stands
     before its invocation is shared with the model."""
     salt = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
     if adapter is None or adapter.invocation:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.common.numbers import ceil_div
+from quire.core.content import short_ids
 from quire.core.plan import ONE_SAMPLE, AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.experts import expert_use
@@ -359,7 +360,7 @@ class StepRecorder:
             state.apply(each)
         size = self._scheduler.limits.block_size
         owners = [row for row, blocks in state.blocks.items() if block in blocks]
-        tokens, position = state.cached.get(block, ()), -1
+        tokens, position = short_ids(state.cached.get(block, ())), -1
         if owners:
             sequence = state.sequences[owners[0]]
             entry = state.blocks[owners[0]].index(block)

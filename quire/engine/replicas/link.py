@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from quire.core.content import content_ids, short_ids
 from quire.core.request_spec import RequestSpec
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.client import EngineStatus, Link, Question, Seen
@@ -174,7 +175,8 @@ class _Flight:
 
 def ask_of(spec: RequestSpec) -> Ask:
     """Return what the policy is to know of a request."""
-    shown = spec.prompt_token_ids if spec.content_ids is None else spec.content_ids
+    ids = content_ids(spec.prompt_token_ids, spec.contents)
+    shown = spec.prompt_token_ids if ids is None else short_ids(ids)
     chunks = digests(
         repr(spec.namespace).encode("utf-8", "backslashreplace"),
         array("q", shown).tobytes(),

@@ -11,7 +11,7 @@ from quire.core.images import (
     ImageOrder,
     ImageVerdict,
     PlacedImage,
-    content_ids,
+    contents_of,
 )
 from quire.core.plan import Record, RowSampling, StepPlan
 from quire.core.request import FinishReason
@@ -98,7 +98,7 @@ class Engine:
         spec = RequestSpec(
             request_id=name,
             prompt_token_ids=prompt,
-            content_ids=content_ids(prompt, placed),
+            contents=contents_of(placed),
             sampling=RowSampling(images=placed),
             max_tokens=max_tokens,
             num_sequences=num_sequences,
@@ -223,13 +223,3 @@ def test_lost_steps_are_made_up_for() -> None:
             engine.step()
     engine.run()
     assert engine.errors == {"a": None, "b": None}
-
-
-def test_content_ids_tell_images_apart_by_most_of_their_digest() -> None:
-    placed = [PlacedImage(1, Image(bytes(range(32)), b"", 1, 1, 10))]
-    other = [PlacedImage(1, Image(bytes(31) + b"x", b"", 1, 1, 10))]
-    found, theirs = content_ids(range(12), placed), content_ids(range(12), other)
-    assert found is not None and theirs is not None and content_ids([1], []) is None
-    assert (found[0], found[11]) == (0, 11) and all(-(2**31) <= each < 0 for each in found[1:11])
-    assert len(set(found[1:9])) == 8 and found[9:11] == found[1:3]
-    assert all(a != b for a, b in zip(found[1:9], theirs[1:9], strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.common.numbers import ceil_div
+from quire.core.content import Content
 from quire.core.plan import RowSampling
 from quire.core.request import FinishReason, Request, SequenceStatus
 from quire.core.scheduler.audit import audit
@@ -208,26 +209,22 @@ def test_prompt_tokens_are_counted_as_written_once_in_whole_blocks(harness: Harn
 
 def test_prompts_of_equal_tokens_share_only_what_has_the_same_content(harness: Harness) -> None:
     run = harness()
-    image, other = [-5, -6, -7, -8, -9, -10], [-5, -6, -7, -8, -9, -11]
+    image, other = bytes(32), bytes(31) + b"x"
     text, padding = list(range(6)), [3] * 6
 
-    def add(name: str, content: list[int]) -> Request:
-        request: Request = run.add(
-            name, [*text, *padding, *text], content_ids=(*text, *content, *text)
-        )
+    def add(name: str, digest: bytes) -> Request:
+        contents = (Content(6, 12, digest),)
+        request: Request = run.add(name, [*text, *padding, *text], contents=contents)
         run.run()
         run.check(request)
         return request
 
     add("a", image)
     assert add("the same", image).metrics.num_prefix_hit_tokens == 17
-    assert add("another", other).metrics.num_prefix_hit_tokens == 11, (
-        "up to where the contents differ"
-    )
+    assert add("another", other).metrics.num_prefix_hit_tokens == 6, "up to the content"
     plain = run.add("plain", [*text, *padding, *text])
-    first = run.add(
-        "further", [*text, *padding, *text, 20, 21], content_ids=(*text, *image, *text, 20, 21)
-    )
+    contents = (Content(6, 12, image),)
+    first = run.add("further", [*text, *padding, *text, 20, 21], contents=contents)
     run.run()
     assert plain.metrics.num_prefix_hit_tokens == 6 and first.metrics.num_prefix_hit_tokens >= 18
 

@@ -7,7 +7,7 @@ import pytest
 from cycles import no_cycles_of
 
 from quire.config.limits import SchedulerLimits
-from quire.core.images import Image, PlacedImage, content_ids
+from quire.core.images import Image, PlacedImage, contents_of
 from quire.core.plan import RowSampling
 from quire.core.request import Request, Sequence
 from quire.core.request_spec import RequestSpec
@@ -81,7 +81,7 @@ def test_images_cross_as_they_are() -> None:
     spec = RequestSpec(
         request_id="seen",
         prompt_token_ids=prompt,
-        content_ids=content_ids(prompt, placed),
+        contents=contents_of(placed),
         sampling=RowSampling(images=placed),
     )
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(AddRequest(1, spec)), type=Down)

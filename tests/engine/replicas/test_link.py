@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.core.content import Content
 from quire.core.params import SamplingParams
 from quire.core.request_spec import RequestSpec
 from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
@@ -221,6 +222,6 @@ def test_histograms_of_a_new_process_are_counted_too() -> None:
 
 def test_salts_and_images_tell_beginnings_apart() -> None:
     plain, salted = _spec("a", range(200)), _spec("a", range(200), namespace=("salt", "x"))
-    shown = _spec("a", range(200), content_ids=tuple(range(-200, 0)))
+    shown = _spec("a", range(200), contents=(Content(0, 200, bytes(32)),))
     assert len({ask_of(each).chunks for each in (plain, salted, shown)}) == 3
     assert len(ask_of(plain).chunks) == 200 // CHUNK_TOKENS
