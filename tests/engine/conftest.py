@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vision_models import LLAVA, qwen_config
+from vision_models import GEMMA, LLAVA, qwen_config
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.config.engine import EngineConfig
@@ -90,6 +90,14 @@ def llava_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a tiny model that reads images."""
     path: Path = tmp_path_factory.mktemp("llava") / "config.json"
     path.write_text(json.dumps(LLAVA))
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma3_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a tiny model whose tokens in an image's places see one another both ways."""
+    path: Path = tmp_path_factory.mktemp("gemma3") / "config.json"
+    path.write_text(json.dumps(GEMMA))
     return path
 
 
