@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from quire.errors import ConfigError
@@ -65,7 +65,8 @@ def read_storage(
     found = {
         key: storage
         for key, linear in linears.items()
-        if not linear.keeps_floats and (storage := assign(linear.name, linear)) is not None
+        if not linear.keeps_floats
+        and (storage := assign(_spellings(linear.name, spec.renamed), linear)) is not None
     }
     if spec.is_tied and spec.head is not None:
         found.pop(spec.head.weight.name, None)
@@ -115,8 +116,19 @@ def _with_wish(storage: LinearStorage, linear: LinearSpec, method: str) -> Linea
     )
 
 
-Assign = Callable[[str, LinearSpec], LinearStorage | None]
-"""From a module's name to how it is stored."""
+Names = tuple[str, ...]
+"""One module's, as the declaration and as checkpoints spell it."""
+Assign = Callable[[Names, LinearSpec], LinearStorage | None]
+"""From a module's names to how it is stored."""
+
+
+def _spellings(name: str, renamed: Iterable[tuple[str, str]]) -> Names:
+    """Return a module's name, and those that checkpoints have for it (`DecoderSpec.renamed`): a
+    list of exceptions is written in the names of its checkpoint."""
+    module = f"{name}."
+    others = [stored + module.removeprefix(ours) for stored, ours in renamed
+              if module.startswith(ours)]  # fmt: skip
+    return (name, *(each.removesuffix(".") for each in others))
 
 
 def _read_gptq(config: ConfigReader) -> tuple[str, Assign]:
@@ -140,12 +152,11 @@ def _read_gptq(config: ConfigReader) -> tuple[str, Assign]:
     )  # fmt: skip
     storage = GptqStorage(8 if bits == 8 else 4, _read_group_size(config), version, is_ordered)
 
-    def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
-        if _is_head(module):
+    def assign(names: Names, linear: LinearSpec) -> LinearStorage | None:
+        if _is_head(names):
             return storage if has_head else None
-        return (
-            storage if not chosen or any(module.endswith(f".{name}") for name in chosen) else None
-        )
+        is_chosen = any(names[0].endswith(f".{each}") for each in chosen)
+        return storage if is_chosen or not chosen else None
 
     return f"GPTQ, {bits} bits", assign
 
@@ -162,8 +173,9 @@ def _read_awq(config: ConfigReader) -> tuple[str, Assign]:
     config.ignore("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     storage = AwqStorage(_read_group_size(config))
 
-    def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
-        is_excluded = _is_head(module) or any(name in module for name in excluded)
+    def assign(names: Names, linear: LinearSpec) -> LinearStorage | None:
+        is_excluded = any(each in name for each in excluded for name in names)
+        is_excluded = is_excluded or _is_head(names)
         return None if is_excluded else storage
 
     return "AWQ, 4 bits", assign
@@ -186,8 +198,9 @@ def _read_fp8(config: ConfigReader) -> tuple[str, Assign]:
         "weight_scale" if block is None else "weight_scale_inv",
     )
 
-    def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
-        is_excluded = _is_head(module) or any(_is_within(module, name) for name in excluded)
+    def assign(names: Names, linear: LinearSpec) -> LinearStorage | None:
+        is_excluded = any(_is_within(name, each) for each in excluded for name in names)
+        is_excluded = is_excluded or _is_head(names)
         return None if is_excluded else storage
 
     return "FP8", assign
@@ -199,8 +212,8 @@ def _read_mxfp4(config: ConfigReader) -> tuple[str, Assign]:
     config.ignore("dequantize")  # transformers' own way to compute
     storage = Mxfp4Storage()
 
-    def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
-        is_excluded = any(_is_within_pattern(module, name) for name in excluded)
+    def assign(names: Names, linear: LinearSpec) -> LinearStorage | None:
+        is_excluded = any(_is_within_pattern(name, each) for each in excluded for name in names)
         return None if is_excluded or linear.weight.other_place is None else storage
 
     return "MXFP4", assign
@@ -228,13 +241,13 @@ def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
     if not groups:
         raise config.refuse("config_groups", "at least one group")
 
-    def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
-        if any(target.matches(module) for target in ignored):
+    def assign(names: Names, linear: LinearSpec) -> LinearStorage | None:
+        if any(target.matches(names) for target in ignored):
             return None
         by_name = [
             storage
             for targets, storage in groups
-            if any(target.matches(module) for target in targets)
+            if any(target.matches(names) for target in targets)
         ]
         by_type = [
             storage
@@ -278,12 +291,10 @@ class _ModulePattern:
             except (re.error, RecursionError, OverflowError):
                 raise config.refuse(key, "names, and regular expressions after re:") from None
 
-    def matches(self, module: str) -> bool:
-        return (
-            module == self.text
-            if self._pattern is None
-            else self._pattern.match(module) is not None
-        )
+    def matches(self, names: Names) -> bool:
+        if self._pattern is None:
+            return self.text in names
+        return any(self._pattern.match(name) is not None for name in names)
 
 
 def _read_group(
@@ -402,8 +413,8 @@ def _names_in_blocks(config: ConfigReader, key: str) -> tuple[str, ...]:
     return tuple(named)
 
 
-def _is_head(module: str) -> bool:
-    return module == "lm_head"
+def _is_head(names: Names) -> bool:
+    return names[0] == "lm_head"
 
 
 def _is_within(module: str, name: str) -> bool:

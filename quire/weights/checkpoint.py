@@ -36,6 +36,8 @@ _DTYPES = _FLOAT_DTYPES | {
     "U8": "uint8", "I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn",
 }  # fmt: skip
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_PACKED = ("qweight", "weight_packed")
+"""What GPTQ and AWQ, and compressed-tensors, store in place of a weight."""
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MAX_SHOWN = 8
@@ -259,6 +261,7 @@ class SafetensorsCheckpoint(WeightSource):
         if missing:
             raise CheckpointError(
                 f"{self._folder} lacks {len(missing)} tensors: {_listed(missing)}"
+                f"{self._hint([tensor.name for tensor in required])}"
             )
         present = {name: tensor for name, tensor in expected.items() if name in self._stored}
         wrong = [line for name, tensor in present.items() if (line := self._mismatch(name, tensor))]
@@ -280,6 +283,17 @@ class SafetensorsCheckpoint(WeightSource):
                 f"{self._folder} has {len(extra)} tensors that {spec.architecture} does not "
                 f"use: {_listed(extra)}"
             )
+
+    def _hint(self, missing: Sequence[str]) -> str:
+        """Say so where weights are there in a form that the declaration has none for."""
+        modules = [name.removesuffix("weight") for name in missing if name.endswith(".weight")]
+        packed = [name for name in modules for suffix in _PACKED if name + suffix in self._stored]
+        if not packed:
+            return ""
+        return (
+            f"; {len(packed)} of them are stored as packed integers, where floating point is "
+            "expected: an image tower, a module that quantization_config excludes, or all"
+        )
 
     def _expected(self, spec: DecoderSpec) -> Iterator[ExpectedTensor]:
         for tensor in spec.tensors:

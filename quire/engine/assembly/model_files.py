@@ -84,10 +84,11 @@ class ModelFiles(NamedTuple):
         Raises a QuireError."""
         if spec.vision is None:
             return None
-        if self.gguf is not None or self.config.get("quantization_config") is not None:
+        if self.gguf is not None:
             raise UnsupportedModelError(
-                f"{spec.architecture}: supported are checkpoints of float32, bfloat16 or float16 "
-                "weights; quantization='int8' or 'int4' quantizes the decoder while it is loaded"
+                f"{spec.architecture}: models that read images are not read from GGUF files; give "
+                "a folder of safetensors, whose decoder may be quantized (GPTQ, AWQ, FP8, "
+                "compressed-tensors), or quantization='int8' or 'int4'"
             )
         values = read_preprocessor_config(self.folder)
         if values is None and config.load_format == "dummy":
