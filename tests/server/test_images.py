@@ -107,6 +107,57 @@ def test_streams_and_several_turns(server: RunningServer) -> None:
     assert f'"image_tokens":{2 * NUM_TOKENS}' in stream
 
 
+def test_the_official_clients_send_images(server: RunningServer) -> None:
+    openai = pytest.importorskip("openai")
+    anthropic = pytest.importorskip("anthropic")
+    wanted = _ask(server, [_url(1), TEXT]).json()["choices"][0]["message"]["content"]
+    options = {"api_key": "none", "max_retries": 0}
+    fixed: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=server.v1, **options) as client:
+        chat = client.chat.completions.create(
+            model=NAME,
+            max_tokens=6,
+            messages=[{"role": "user", "content": [_url(1), TEXT]}],
+            **fixed,
+        )
+        assert chat.choices[0].message.content == wanted
+        assert chat.usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+        parts = [
+            {"type": "input_image", "image_url": data_url(picture(1)), "detail": "auto"},
+            {"type": "input_text", "text": TEXT["text"]},
+        ]
+        answer = client.responses.create(
+            model=NAME,
+            max_output_tokens=16,
+            input=[{"role": "user", "content": parts}],
+            **fixed,
+        )
+        assert answer.output_text.startswith(wanted)
+    source = {"type": "base64", "media_type": "image/png"}
+    source["data"] = data_url(picture(1)).partition(",")[2]
+    with anthropic.Anthropic(base_url=server.url, **options) as client:
+        message = client.messages.create(
+            model=NAME,
+            max_tokens=6,
+            messages=[{"role": "user", "content": [{"type": "image", "source": source}, TEXT]}],
+            extra_body={"temperature": 0, "ignore_eos": True},
+        )
+    assert "".join(block.text for block in message.content) == wanted
+
+
+def test_langchain_sends_images(server: RunningServer) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    llm = langchain_openai.ChatOpenAI(
+        base_url=server.v1, api_key="none", model=NAME, temperature=0, max_tokens=6,
+        max_retries=0, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    wanted = _ask(server, [_url(1), TEXT]).json()["choices"][0]["message"]["content"]
+    assert llm.invoke([{"role": "user", "content": [_url(1), TEXT]}]).content == wanted
+    data = data_url(picture(1)).partition(",")[2]
+    block = {"type": "image", "base64": data, "mime_type": "image/png"}
+    assert llm.invoke([{"role": "user", "content": [block, TEXT]}]).content == wanted
+
+
 def test_responses_and_messages_take_images(server: RunningServer) -> None:
     chat = _ask(server, [_url(1), TEXT]).json()
     parts = [

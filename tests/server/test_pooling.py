@@ -80,6 +80,11 @@ def post(server: RunningServer, path: str, status: int = 200, **body: Any) -> An
     return answer.json()
 
 
+def _name(server: RunningServer) -> str:
+    name: str = httpx.get(f"{server.v1}/models").json()["data"][0]["id"]
+    return name
+
+
 def test_openais_client_gets_the_vectors_of_all_four_forms_of_input(
     embedder: RunningServer, vectors: Callable[..., Any]
 ) -> None:
@@ -113,6 +118,36 @@ def test_langchains_embeddings_are_the_librarys(
     wanted = [output.outputs.embedding for output in vectors()]
     assert model.embed_documents(TEXTS) == wanted
     assert model.embed_query(TEXTS[0]) == wanted[0]
+
+
+def test_llama_indexs_embeddings_are_the_librarys(
+    embedder: RunningServer, vectors: Callable[..., Any]
+) -> None:
+    openai_like = pytest.importorskip("llama_index.embeddings.openai_like")
+    model = openai_like.OpenAILikeEmbedding(
+        api_base=embedder.v1, api_key="unused", model_name=_name(embedder), max_retries=0
+    )
+    wanted = [each.outputs.embedding for each in vectors()]
+    made = model.get_text_embedding_batch(TEXTS)
+    assert [np.array(each, np.float32).tolist() for each in made] == wanted
+    [query] = [model.get_query_embedding(TEXTS[0])]
+    assert np.array(query, np.float32).tolist() == wanted[0]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_coheres_client_reranks_as_the_library_scores(
+    version: int, reranker: RunningServer, folders: dict[str, Path]
+) -> None:
+    cohere = pytest.importorskip("cohere")
+    kind = cohere.Client if version == 1 else cohere.ClientV2
+    client = kind(api_key="unused", base_url=reranker.url)
+    found = client.rerank(model=_name(reranker), query=TEXTS[0], documents=TEXTS, top_n=3).results
+    with closing(LLM(str(folders["reranker"]), **OPTIONS)) as llm:
+        outputs = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
+    scores = [each.outputs.score for each in outputs]
+    best = sorted(range(len(TEXTS)), key=lambda n: -scores[n])[:3]
+    assert [each.index for each in found] == best
+    assert [each.relevance_score for each in found] == [scores[n] for n in best]
 
 
 def test_floats_and_base64_are_the_same_numbers(embedder: RunningServer) -> None:
