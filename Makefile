@@ -24,8 +24,8 @@ test-slow: $(VENV)/.dev  ## The others: servers, benchmarks and examples in proc
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m slow tests
 
 test-ray: $(VENV)/.dev  ## On a Ray cluster of several node processes; installs Ray (80 MB, some 400 on disk)
-	$(BIN)/python -m pip install --quiet -e '.[ray]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_ray.py
+	$(BIN)/python -m pip install --quiet -e '.[ray,serve]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_ray.py tests/ray
 
 test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
 	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 QUIRE_TEST_DIVISIONS=all \

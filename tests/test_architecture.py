@@ -113,7 +113,7 @@ CORE_FOR_THE_DATA_PLANE = {
 }
 # Programs and assemblies may import anything but another program's insides; nothing below imports
 # them.
-PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe"}
+PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe", "ray"}
 ASSEMBLIES = {
     "llm",
     "__init__",
@@ -200,6 +200,7 @@ MAX_LINES = {
     "quire/parallel": 1_900,
     "quire/program": 1_200,
     "quire/quant": 2_150,
+    "quire/ray": 700,
     "quire/router": 2_200,
     "quire/routing": 700,
     "quire/sampling": 1_300,

@@ -51,11 +51,12 @@ class Box(NamedTuple):
 
 HEIGHT = 44
 BOXES = (
-    Box("server", "HTTP APIs, the page", 20, 34, 156),
-    Box("router", "many servers", 186, 34, 156),
-    Box("cli", "commands", 352, 34, 156),
-    Box("bench", "measuring", 518, 34, 156),
-    Box("sim", "without a model", 684, 34, 156),
+    Box("server", "HTTP APIs, the page", 20, 34, 130),
+    Box("router", "many servers", 158, 34, 130),
+    Box("ray", "Ray Serve", 296, 34, 130),
+    Box("cli", "commands", 434, 34, 130),
+    Box("bench", "measuring", 572, 34, 130),
+    Box("sim", "without a model", 710, 34, 130),
     Box("engine", "LLM, AsyncLLM; both planes meet here", 20, 112, 612),
     Box("text", "templates", 644, 112, 94),
     Box("media", "images", 746, 112, 94),

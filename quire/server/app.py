@@ -11,7 +11,6 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
 
 from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
@@ -70,7 +69,7 @@ from quire.server.state import Api
 
 def build_app(
     config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None
-) -> ASGIApp:
+) -> Gateway:
     """Return the ASGI application that serves `client`'s model;
     `tracer` is told of every generation's end. Raises ConfigError."""
     api = Api(config, client, keys, tracer)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+import yaml
 from adapters import write_adapter
 from markdown_pages import ROOT, Block, blocks
 
@@ -39,6 +40,7 @@ from quire.config.engine import EngineConfig
 from quire.core.structure import StructuredOutputsParams
 from quire.grammar.judge import judge
 from quire.models.registry import declare
+from quire.ray.settings import RaySettings
 from quire.weights.folder import read_model_config, resolve_model
 
 PAGES = [
@@ -186,7 +188,14 @@ def test_the_blocks_are_found() -> None:
         and len(PYTHON) >= 8
         and len(COMMAND_LINES) > 20
     )
-    unknown = {block.language for block in BLOCKS} - {"python", "py", "bash", "ebnf", "toml"}
+    unknown = {block.language for block in BLOCKS} - {
+        "python",
+        "py",
+        "yaml",
+        "bash",
+        "ebnf",
+        "toml",
+    }
     assert not unknown, f"blocks in {unknown} are not run by any test"
 
 
@@ -202,6 +211,16 @@ def test_scripts_for_a_cluster_give_options_that_there_are() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "LLM"
         ]
         assert calls and {word.arg for call in calls for word in call.keywords} <= known
+
+
+def test_applications_for_ray_serve_are_understood() -> None:
+    files = [block for block in BLOCKS if block.language == "yaml"]
+    assert files
+    for block in files:
+        for each in yaml.safe_load(block.code)["applications"]:
+            module, _, name = each["import_path"].partition(":")
+            assert callable(getattr(importlib.import_module(module), name))
+            RaySettings.of(each["args"])
 
 
 def test_entry_points_name_what_the_example_has() -> None:

@@ -88,6 +88,11 @@ class Gateway:
         self.cors = Cors(config.allow_origin)
         self._root_path = config.root_path.encode()
 
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Prompt tokens of the requests that wait: what to scale on."""
+        return 0 if self.quota is None else self.quota.num_tokens_waiting
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Lifespan events pass through;
         anything else is not HTTP and is dropped."""

@@ -33,6 +33,11 @@ class QuotaCheck:
         self._admission = admission
         self._start_limiter = StartLimiter()
 
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Prompt tokens of the requests that wait."""
+        return self._admission.queue()[1]
+
     async def enter(self, scope: Scope, tenant: Tenant) -> None:
         """Let a request in. Raises ApiError."""
         if scope["method"] != "POST":

@@ -1,0 +1,89 @@
+"""Which replica gets a request: the policies of `quire route`, as a request router of Ray Serve.
+
+Runs in each ingress, which knows what it has sent where: beginnings of prompts, and requests in
+flight. Several ingresses agree by hashes, without talking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import (
+    PendingRequest,
+    ReplicaID,
+    ReplicaResult,
+    RequestRouter,
+    RunningReplica,
+)
+
+from quire.router.asks import AskReader
+from quire.routing.ask import Ask
+from quire.routing.choices import make_balancer
+from quire.routing.load import LoadShare, ReplicaLoad
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Ranks replicas by a policy of `quire.routing`, for the handle of one process."""
+
+    def initialize_state(
+        self,
+        policy: str = "kv-aware",
+        chunk_bytes: int = 512,
+        session_header: str = "x-session-id",
+    ) -> None:
+        """Called once, with what `RequestRouterConfig` has."""
+        self._reader = AskReader(chunk_bytes, session_header)
+        self._balancer = make_balancer(policy)
+        self._loads: dict[str, ReplicaLoad] = {}
+        self._shares: dict[str, LoadShare] = {}
+        """Of requests that are at a replica, by Serve's own numbers."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Forget those that are gone."""
+        super().update_replicas(replicas)
+        names = {each.replica_id.unique_id for each in replicas}
+        for name in set(self._loads) - names:
+            self._balancer.remove(name)
+            del self._loads[name]
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the policy's choice, and all others for the case that it takes no more."""
+        if not candidate_replicas:
+            return []
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        loads = [self._load(name) for name in by_name]
+        share, _ = self._balancer.send(self._ask(pending_request), loads)
+        share.end()  # it counts once it is there
+        chosen = by_name.pop(share.load.name)
+        return [[chosen], list(by_name.values())] if by_name else [[chosen]]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """Count a request where it is now."""
+        ask, load = self._ask(pending_request), self._load(replica_id.unique_id)
+        share, _ = self._balancer.send(ask, [load])
+        self._shares[pending_request.metadata.internal_request_id] = share
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Take it out again, however it has ended."""
+        if (share := self._shares.pop(internal_request_id, None)) is not None:
+            share.end()
+
+    def _load(self, name: str) -> ReplicaLoad:
+        if name not in self._loads:
+            self._loads[name] = self._balancer.add(name)
+        return self._loads[name]
+
+    def _ask(self, pending_request: PendingRequest | None) -> Ask:
+        request: Any = pending_request.args[0] if pending_request and pending_request.args else None
+        if not isinstance(request, dict):
+            return Ask()
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in request["headers"]
+        }
+        return self._reader.read(headers, request["body"], headers.get("authorization", "")).ask
