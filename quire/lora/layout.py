@@ -39,6 +39,8 @@ class AdapterLimits(NamedTuple):
     max_rank: int
     has_experts: bool = False
     """They may change experts, for which there is room."""
+    has_head: bool = True
+    """They may change the head: texts are not scored by its logits."""
 
 
 class PartLayout(NamedTuple):
@@ -123,9 +125,13 @@ def layout_of(
             f"{folder}: the adapter has rank {largest}, and max_lora_rank is {limits.max_rank}; "
             f"raise it (at most {MAX_RANK})"
         )
-    if not limits.has_experts and not expert_weights(spec).keys().isdisjoint(
-        weight.number for weight in weights
-    ):
+    numbers = {weight.number for weight in weights}
+    if not limits.has_head and head_number(spec) in numbers:
+        raise CheckpointError(
+            f"{folder}: the adapter changes {head_name(spec)}, which is not supported where texts "
+            "are scored by the model's logits"
+        )
+    if not limits.has_experts and not expert_weights(spec).keys().isdisjoint(numbers):
         raise CheckpointError(
             f"{folder}: the adapter changes experts, for which no memory is planned; serve the "
             "model with lora_experts=True"

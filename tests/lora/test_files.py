@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import TINY, write_adapter
+from adapters import TINY, write_adapter, write_whole_adapter
 from safetensors.torch import load_file, save_file
 
+from quire.config.engine import EngineConfig
 from quire.core.adapters import AdapterOrder
+from quire.engine.plan.adapters import plan_adapters
 from quire.errors import CheckpointError
 from quire.kernels.reference.kernels import ReferenceKernels
 from quire.lora import store as store_module
@@ -32,6 +34,7 @@ from quire.lora.layout import (
 from quire.lora.store import AdapterStore
 from quire.lora.weights import AdapterLoader
 from quire.models.declaration import DecoderSpec
+from quire.models.pooling import PoolingSpec
 from quire.models.registry import declare
 from tests.golden.checkpoints import CONFIGS
 
@@ -259,3 +262,20 @@ def test_forgetting_a_folder_waits_for_no_files(
             go_on.set()
         assert loading.result(timeout=20.0) is store.version_of(folder)
     store.close()
+
+
+def test_an_adapter_of_the_head_is_refused_where_texts_are_scored_by_logits(
+    tmp_path: Path, spec: DecoderSpec
+) -> None:
+    """A vector is pooled before the head scores it: nobody knows its adapter there."""
+    whole = write_whole_adapter(tmp_path / "whole", spec)
+    check_adapter(whole, spec, AdapterLimits(16))
+    with pytest.raises(CheckpointError, match="the adapter changes lm_head"):
+        check_adapter(whole, spec, AdapterLimits(16, has_head=False))
+    plain = write_adapter(tmp_path / "plain", spec)
+    check_adapter(plain, spec, AdapterLimits(16, has_head=False))
+    config = EngineConfig(model="m", enable_lora=True)
+    for token_ids, has_head in (((), True), ((3, 4), False)):
+        pooling = PoolingSpec(task="classify", kind="last", token_ids=token_ids)
+        plan = plan_adapters(config, spec, "float32", pooling)
+        assert plan is not None and plan.limits.has_head == has_head

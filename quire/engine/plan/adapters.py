@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 from quire.lora.config import MAX_RANK
 from quire.lora.layout import AdapterLimits, adapter_bytes, expert_weights
 from quire.models.declaration import DecoderSpec
+from quire.models.pooling import PoolingSpec
 
 
 class AdapterPlan(NamedTuple):
@@ -28,7 +29,9 @@ _MAX_ACTIVE = 8
 """Adapters in use at once, unless the user says how many."""
 
 
-def plan_adapters(config: EngineConfig, spec: DecoderSpec, dtype: str) -> AdapterPlan | None:
+def plan_adapters(
+    config: EngineConfig, spec: DecoderSpec, dtype: str, pooling: PoolingSpec | None = None
+) -> AdapterPlan | None:
     """Decide; None where none are served. Raises ConfigError for numbers that cannot work."""
     if not config.enable_lora:
         return None
@@ -43,7 +46,8 @@ def plan_adapters(config: EngineConfig, spec: DecoderSpec, dtype: str) -> Adapte
             f"max_cpu_loras={max_loaded} is below max_loras={max_active}, which are in "
             "memory while they are used; raise the first or lower the second"
         )
-    limits = AdapterLimits(config.max_lora_rank, config.lora_experts)
+    has_head = pooling is None or not pooling.token_ids
+    limits = AdapterLimits(config.max_lora_rank, config.lora_experts, has_head)
     if limits.has_experts:
         _check_experts(config, spec)
     bytes_each = adapter_bytes(spec, limits.max_rank, dtype, has_experts=limits.has_experts)

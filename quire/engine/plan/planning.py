@@ -286,7 +286,7 @@ class _Resolver:
         return default / 1000.0 if default else None
 
     def _adapters(self, dtype: str) -> AdapterPlan | None:
-        adapters = plan_adapters(self.config, self.spec, dtype)
+        adapters = plan_adapters(self.config, self.spec, dtype, self.pooling)
         if adapters is None:
             return None
         if self.gpu is not None:

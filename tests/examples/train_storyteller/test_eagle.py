@@ -27,7 +27,7 @@ def _accepted(folder: Path, prompt: list[int]) -> list[float]:
     with LLM(str(MODEL), kv_cache_memory="8MiB", num_threads=1, speculative_config=settings) as llm:
         worker = llm.engine.executor.worker  # type: ignore[attr-defined]
         worker.companions.of(MODELLED).depth = DraftDepth(is_adaptive=False)
-        scheduler = llm.engine.scheduler  # type: ignore[attr-defined]
+        scheduler = llm.engine.scheduler
         scheduler.look_ahead = speculator_of(SpeculationConfig.from_mapping(settings), None)
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
