@@ -340,6 +340,8 @@ class Pair:
     config: dict[str, object]
     reference: Any
     folder: Path
+    _logits: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _texts: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
@@ -356,10 +358,27 @@ class Pair:
             )
 
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """float32 [tokens, V] of one full forward pass."""
-        with torch.inference_mode():
-            logits: Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
-            return logits.float()
+        """float32 [tokens, V] of one full forward pass, computed once."""
+        known = tuple(token_ids)
+        if known not in self._logits:
+            with torch.inference_mode():
+                output = self.reference(torch.tensor([token_ids]), use_cache=False)
+                self._logits[known] = output.logits[0].float()
+        return self._logits[known]
+
+    def reference_greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens that follow a prompt, computed once."""
+        asked = (tuple(token_ids), num_tokens)
+        if asked not in self._texts:
+            generated = self.reference.generate(
+                torch.tensor([token_ids]),
+                attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            self._texts[asked] = generated[0, len(token_ids) :].tolist()
+        return self._texts[asked]
 
 
 @pytest.fixture(params=["reference", "cpu"] if DEVICE == "cpu" else ["triton"])

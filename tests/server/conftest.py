@@ -3,7 +3,10 @@ clients on them."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import httpx
 import openai
@@ -16,6 +19,24 @@ from servers import RunningServer, serve_model
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
     dict.fromkeys(("connect", "read", "write", "pool"), 60.0)
 )
+
+_create_ssl_context = httpx._transports.default.create_ssl_context
+
+
+@cache
+def _usual_ssl_context() -> ssl.SSLContext:
+    return _create_ssl_context()
+
+
+def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    """Read the certificates of all authorities once, and not for each client, which takes longer
+    than most tests."""
+    if verify is True and cert is None and trust_env:
+        return _usual_ssl_context()
+    return _create_ssl_context(verify=verify, cert=cert, trust_env=trust_env)
+
+
+vars(httpx._transports.default)["create_ssl_context"] = _ssl_context
 
 KEYS = "first=sk-key-of-first,second=sk-key-of-second"
 
@@ -37,9 +58,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    """OpenAI's client, without retries."""
+    """OpenAI's client, without retries. It keeps nothing of what was asked, and takes longer to
+    make than most answers do."""
     with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
