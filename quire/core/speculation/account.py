@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from math import log2
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Note = TypeVar("Note")
 
 _SHARE = 1 / 192
 """Of all steps, in which drafting may lose."""
@@ -108,6 +110,15 @@ class _Pace:
         self.ratio = sum(kept) / len(kept)
 
 
+def taken(of_steps: dict[int, Note], step_id: int) -> Note | None:
+    """Remove and return what is noted of a step that was taken in. What is noted of earlier ones
+    goes, too: they were lost."""
+    found = of_steps.pop(step_id, None)
+    for lost in [each for each in of_steps if each < step_id]:
+        del of_steps[lost]
+    return found
+
+
 class DraftAccount:
     """Decides whether there may be drafts at all. Step ids are those of one scheduler."""
 
@@ -175,7 +186,7 @@ class DraftAccount:
         """A step was taken in, with what a model's drafting took of it. Returns what the rest took
         longer than without drafts, where those were looked for and that can be told."""
         self._invested_s += took.read_s
-        step = self._open.pop(step_id, None)
+        step = taken(self._open, step_id)
         cycle_s = now - self._last_s if self._last_id == step_id - 1 else 0.0
         was_active, self._was_active = self._was_active, step is not None and step.is_active
         self._last_id, self._last_s = step_id, now

@@ -23,7 +23,7 @@ from quire.core.plan import ONE_SAMPLE, Record, StepPlan, StepResult, Verify
 from quire.core.request import Sequence
 from quire.core.scheduler.look_ahead import OpenStep
 from quire.core.speculation.acceptance import Acceptance
-from quire.core.speculation.account import NO_DRAFTING, NO_GAIN, DraftAccount, Gain
+from quire.core.speculation.account import NO_DRAFTING, NO_GAIN, DraftAccount, Gain, taken
 from quire.core.speculation.drafters import NO_DRAFT, Draft, Drafter
 from quire.core.speculation.mixture import ModelWorth
 from quire.core.speculation.standing import StandingOrders
@@ -265,7 +265,7 @@ class Speculator:
         if not self._account.is_watching and took is NO_DRAFTING:
             self._account.pass_by(plan.step_id, now)
             return
-        sequences = self._runs.pop(plan.step_id, None)
+        sequences = taken(self._runs, plan.step_id)
         gain = NO_GAIN if sequences is None else self._gain(sequences, result)
         if self._account.has_earned:
             self._peek_every = _PEEK_EVERY
@@ -488,7 +488,7 @@ class _Overhead:
 
     def measured(self, step_id: int, extra_s: float | None) -> None:
         """A step was taken in, and took so much longer than without draft tokens."""
-        num_runs, added_s = self._runs.pop(step_id, (0, 0.0))
+        num_runs, added_s = taken(self._runs, step_id) or (0, 0.0)
         if num_runs and extra_s is not None:
             off_s = extra_s - added_s - self.step_s - self.run_s * num_runs
             step_s = _LEARNING_RATE * off_s / (1.0 + num_runs)

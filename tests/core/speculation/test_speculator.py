@@ -175,6 +175,29 @@ def test_guesses_that_pay_go_on() -> None:
     assert clock.now < 0.5 * 4000 * 3e-4
 
 
+def test_nothing_is_kept_of_steps_that_were_lost() -> None:
+    speculator = Speculator(Fixed(7), 8, costs=StepCostModel(WEIGHTS_BOUND))
+    scheduler = Scheduler(SchedulerLimits(num_blocks=256, block_size=4), look_ahead=speculator)
+    executor = NullExecutor(64, 256, 4, script=lambda name, position: 7)
+    clock, num_lost = Clock(12e-3, 0.0, 1e-3), 0
+    for number in range(20):
+        spec = RequestSpec(request_id=f"r{number}", prompt_token_ids=(1, 2, 3), max_tokens=40)
+        scheduler.add(spec)
+        while scheduler.has_work:
+            plan = scheduler.schedule(clock.wall_s)
+            sizes = [work.num_ahead for work in plan.work]
+            is_decode = all(work.start > 3 for work in plan.work)
+            if any(sizes) and is_decode and num_lost <= number:
+                scheduler.lose_flights()
+                num_lost += 1
+                continue
+            clock.take(sizes)
+            scheduler.update(plan, executor.execute(plan), clock.wall_s)
+    assert num_lost == 20
+    held = (speculator._runs, speculator._overhead._runs, speculator._account._open)
+    assert all(len(each) <= 8 for each in held)
+
+
 @pytest.mark.parametrize("every", [100, 193, 7])
 def test_pauses_cost_next_to_nothing(every: int) -> None:
     """Of a machine that sleeps, or an engine that is paused, for an hour amid requests."""
