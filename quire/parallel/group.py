@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -66,14 +67,16 @@ class RankGroup:
         self._processes: list[RankHandle] = []
         self._changing = threading.Lock()
         """Held while processes are replaced, and while it is looked who has ended."""
-        self._is_closed = False
-        self._watcher: Watcher | None = None
+        watcher = Watcher(self._sections.beat, self._look)
+        self._finish = weakref.finalize(
+            self, _finish, watcher, self._processes, transport, places
+        )  # also of a group that is dropped, or still there when the program ends
         try:
-            self._launch()
+            with self._changing:
+                self._launch()
         except BaseException:
             self.close()
             raise
-        self._watcher = Watcher(self._sections.beat, self._look)
 
     @property
     def pids(self) -> list[int]:
@@ -146,16 +149,10 @@ class RankGroup:
 
     def close(self) -> None:
         """End the processes and give back what was taken for them. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._watcher is not None:
-            self._watcher.close()
-        self._end()
-        self._transport.close()
-        self._places.close()
-        del self.exchange, self.memory, self.next_stage, self.results
-        del self._sections, self._observers, self._transport
+        if self._finish.alive:
+            self._finish()
+            del self.exchange, self.memory, self.next_stage, self.results
+            del self._sections, self._observers, self._transport
 
     def _launch(self) -> None:
         self.num_starts += 1
@@ -170,9 +167,7 @@ class RankGroup:
             each.look()
 
     def _end(self) -> None:
-        processes, self._processes = self._processes, []
-        for each in processes:
-            each.kill()
+        _kill(self._processes)
         self._lose()
 
     def _look(self) -> None:
@@ -182,3 +177,21 @@ class RankGroup:
 
     def _lose(self) -> None:
         self._transport.lose()
+
+
+def _finish(
+    watcher: Watcher, processes: list[RankHandle], transport: Transport, places: RankPlaces
+) -> None:
+    """End a group, of which this refers to nothing."""
+    watcher.close()
+    _kill(processes)
+    transport.lose()
+    transport.close()
+    places.close()
+
+
+def _kill(processes: list[RankHandle]) -> None:
+    ended = processes[:]
+    processes.clear()
+    for each in ended:
+        each.kill()

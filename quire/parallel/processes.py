@@ -13,6 +13,7 @@ import queue
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -146,8 +147,9 @@ class Watcher:
     """A thread that gives this rank's signs of life and says which processes have ended."""
 
     def __init__(self, beat: Callable[[], None], has_ended: Callable[[], None]) -> None:
-        """`has_ended` looks for such processes, and says so to those who wait for them."""
-        self._beat, self._look = beat, has_ended
+        """`has_ended`, a method, looks for such processes, and says so to those who wait for them.
+        Its object is not kept by this."""
+        self._beat, self._look = beat, weakref.WeakMethod(has_ended)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
         self._thread.start()
@@ -155,8 +157,8 @@ class Watcher:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._is_over.set()
-        self._thread.join(_KILL_TIMEOUT_S)
-        self._beat = self._look = lambda: None  # which may hold the owner
+        if threading.current_thread() is not self._thread:  # where it was the last to hold a group
+            self._thread.join(_KILL_TIMEOUT_S)
 
     def _run(self) -> None:
         next_beat_s = 0.0
@@ -164,4 +166,8 @@ class Watcher:
             if time.monotonic() >= next_beat_s:
                 self._beat()
                 next_beat_s = time.monotonic() + BEAT_INTERVAL_S
-            self._look()
+            look = self._look()
+            if look is None:
+                return
+            look()
+            del look

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -91,6 +93,37 @@ def test_a_process_that_dies_in_the_middle_of_a_step_is_noticed(
             threading.Timer(delay, os.kill, (pid, signal.SIGKILL)).start()
             assert answers(engine) == expected
             time.sleep(0.1)
+
+
+UNCLOSED = """
+import gc, os, sys, time
+from pathlib import Path
+from ranks import build, ranks_of
+sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+dropped, kept = (build(Path(sys.argv[1]), **sizes) for _ in range(2))
+pids = ranks_of(dropped).group.pids
+del dropped
+gc.collect()
+deadline = time.monotonic() + 60
+while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+    time.sleep(0.1)
+assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+print(*ranks_of(kept).group.pids)
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_nobody_closes_leaves_no_process_and_no_word(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    paths = [Path(__file__).parent.parent / "support", *map(Path, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, str(folder)],
+        capture_output=True, text=True, timeout=250,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == ""
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3 and not any(map(_lives, pids))
 
 
 @pytest.mark.slow

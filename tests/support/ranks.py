@@ -41,14 +41,18 @@ def write_model(folder: Path, name: str, **sizes: int) -> Path:
     return folder
 
 
-@contextmanager
-def engine_of(folder: Path, **options: Any) -> Iterator[Engine]:
+def build(folder: Path, **options: Any) -> Engine:
     given = {"kv_cache_memory": "4MiB", "num_threads": 1, "max_num_batched_tokens": 32} | options
-    engine = build_engine(
+    return build_engine(
         EngineConfig.from_options(
             str(folder), {"load_format": "dummy", "skip_tokenizer_init": True} | given
         )
     )
+
+
+@contextmanager
+def engine_of(folder: Path, **options: Any) -> Iterator[Engine]:
+    engine = build(folder, **options)
     try:
         yield engine
     finally:
