@@ -200,7 +200,11 @@ def prefixes(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             for name, where in ((PLAIN, ""), (DISK, folder))
         }
         _warm_up(list(contenders.values()), args)
+        until = time.monotonic() + args.budget
         for number, turn in enumerate(turns):
+            if time.monotonic() > until:
+                turns = turns[:number]
+                break
             for each in _in_order(contenders, number):
                 each.measure([turn.prompt])
                 if len(turn.history) > len(turn.prompt):
@@ -266,7 +270,10 @@ def nothing(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             for name, where in ((PLAIN, ""), (DISK, folder))
         }
         _warm_up(list(contenders.values()), args)
+        until = time.monotonic() + args.budget
         for number in range(args.bursts):
+            if time.monotonic() > until:
+                break
             prompts = [
                 [random.randrange(10, args.vocab_size) for _ in range(args.prompt_len)]
                 for _ in range(args.burst)
@@ -373,7 +380,8 @@ def _serve(contender: Contender, turns: Sequence[Turn], name: str) -> None:
 
 def _say(what: str, contenders: Mapping[str, Contender]) -> None:
     each = ", ".join(
-        f"{name} {one.first_token_s[-1]:.3f} s ({one.num_hit_tokens[-1]} found)"
+        f"{name} {one.first_token_s[-1]:.3f} s ({one.num_hit_tokens[-1]} found, "
+        f"{one.processor_s[-1]:.2f} s of processors)"
         for name, one in contenders.items()
     )
     print(f"{what}: {each}", file=sys.stderr, flush=True)
@@ -402,6 +410,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: all)")
     parser.add_argument("--block-size", type=int, default=16, help="(default: 16)")
     parser.add_argument("--json", type=Path, help="write all figures to a file")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="begin nothing after so many seconds"
+    )
     group = parser.add_argument_group("conversations")
     group.add_argument("--trace", type=Path, help="with block hashes, or of lengths")
     group.add_argument("--turns", type=int, default=60, help="(default: 60)")
