@@ -1,5 +1,6 @@
-"""Adapters in several processes: each holds of an adapter what it holds of the weights that this
-changes. The first process says which one goes where, before a step uses it."""
+"""Adapters in several processes: of each weight that it changes, a rank holds the outputs that it
+has of the weight; a stage holds an adapter for all layers, those of other stages too. The first
+process says which one goes where, before a step uses it."""
 
 from __future__ import annotations
 
