@@ -212,18 +212,22 @@ class DraftAccount:
         saved += step.fixed_share * gain.least
         due_s = self._invested_s / _PAYBACK_STEPS
         self._invested_s -= due_s
-        self._account(step_id, saved + 1.0 - ratio - (took.pass_s + due_s) / expected_s)
+        lost = ratio - 1.0 + (took.pass_s + due_s) / expected_s
+        self._account(step_id, saved - lost, has_saved=saved > 0.0)
         return (ratio - 1.0) * expected_s if step.is_active else None
 
     def _spend(self, step_id: int, seconds: float) -> None:
         """A model drafted in a step that cannot be compared, such as one with a prompt."""
         if seconds and self.step_s:
-            self._account(step_id, -seconds / self.step_s)
+            self._account(step_id, -seconds / self.step_s, has_saved=False)
 
-    def _account(self, step_id: int, earned: float) -> None:
+    def _account(self, step_id: int, earned: float, *, has_saved: bool) -> None:
         paid = _SHARE * min(step_id - self._paid_id, _PLAIN_EVERY)
         self._paid_id = step_id
-        self.credit = min(self.credit + paid + earned, _MAX_CREDIT)
+        # no step takes less time for the drafts that it does not have: what looks like it is an
+        # error of the plain steps' pace, and sums of it must not pay for drafts
+        most = _MAX_CREDIT if has_saved else max(self.credit, _FIRST_STAKE)
+        self.credit = min(self.credit + paid + earned, most)
         if self.credit >= _MAX_CREDIT:
             self._stake = _LEAST_STAKE
         if self.credit <= 0.0 and step_id >= self.wakes:
