@@ -20,7 +20,7 @@ vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
     dict.fromkeys(("connect", "read", "write", "pool"), 60.0)
 )
 
-_create_ssl_context = httpx._transports.default.create_ssl_context
+_create_ssl_context = httpx.create_ssl_context
 
 
 @cache
