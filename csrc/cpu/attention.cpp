@@ -64,11 +64,12 @@ static void check_blocks(const AttentionProblem &problem, const Sequences &seque
     }
 }
 
-// The whole of every sequence is there.
+// The whole of every sequence is there. Its context is all of its rows, or the first ones: no row sees those behind.
 static void check_rows(const AttentionProblem &problem, const Sequences &sequences) {
     for (int64_t s = 0; s < sequences.count; ++s) {
         const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s], context = sequences.context_len[s];
-        if (rows < 1 || context != rows || (problem.bias != nullptr && rows > problem.bias_reach + 1)) {
+        const bool sees_nothing = problem.window > 0 && rows - context >= problem.window;  // its last row
+        if (context < 1 || context > rows || sees_nothing || (problem.bias != nullptr && rows > problem.bias_reach + 1)) {
             throw std::invalid_argument("attention: sequence " + std::to_string(s) + " has " + std::to_string(rows) +
                                         " rows of a context of " + std::to_string(context));
         }
@@ -120,7 +121,7 @@ static void add_tasks(const AttentionProblem &problem, const Sequences &sequence
             task.sequence = static_cast<int32_t>(s);
             task.num_positions = static_cast<int32_t>(min64(positions, rows - p));
             task.first_row = start + p;
-            task.first_position = context - rows + p;
+            task.first_position = problem.is_bidirectional() ? p : context - rows + p;
             task.context_len = context;
             const int64_t seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
             task.first_split = static_cast<int32_t>(seen / SPLIT);

@@ -126,6 +126,9 @@ class RowSampling(NamedTuple):
     """The position from which on that is so."""
     images: tuple[PlacedImage, ...] = ()
     """What stands at some positions of the prompt in place of tokens, in ascending order."""
+    num_unseen: int = 0
+    """The prompt's last tokens, which attend to those before and no token attends to; only where
+    attention is not causal."""
 
 
 class NewRow(NamedTuple):

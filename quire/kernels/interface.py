@@ -471,7 +471,8 @@ class Kernels(Protocol):
         and value [T, KV heads, D] -> [T, heads, D], contiguous.
 
         They are views of one tensor of rows, whose last two dimensions are contiguous. Every
-        sequence's context is its query rows. `window` limits a query to keys less than that away,
+        sequence's context is its query rows, or the first of them: no row attends to those behind,
+        and each must see one at least. `window` limits a query to keys less than that away,
         on both sides. `bias`, float32 [heads, 2 * P - 1], is added to scaled scores: column
         P - 1 + (key position - query position).
         """

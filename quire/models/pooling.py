@@ -26,7 +26,7 @@ class QueryExpansion:
     token: str | None
     """None: the tokenizer's mask token."""
     is_attended: bool
-    """Whether other tokens see the added ones."""
+    """Whether tokens attend to the added ones; these attend to the query's in any case."""
     is_fixed: bool
     """Whether longer queries are cut to the length."""
 
@@ -45,6 +45,10 @@ class LateInteraction:
     """Longest query, where the folder says so."""
     is_mean: bool = False
     """The mean over a query's tokens in place of the sum."""
+    is_marked: bool = False
+    """As PyLate and ColBERT have it: a prompt is one token of the vocabulary behind the tokenizer's
+    first, words that are not in the vocabulary stand for the unknown token, and where there is no
+    mask token, that of the text's end fills queries up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

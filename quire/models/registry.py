@@ -30,6 +30,8 @@ def _family(module: str, function: str | None = None) -> Declare:
     return declare_family
 
 
+COLBERT = "HF_ColBERT"
+"""BERT with a projection of each token's state: checkpoints of ColBERT's own program."""
 DECODERS: dict[str, Declare] = {
     "DeepseekV2": _family("deepseek_v2"),
     "DeepseekV3": _family("deepseek_v3"),
@@ -64,6 +66,17 @@ ENCODERS: dict[str, Declare] = {
 def _headless(declare_family: Declare) -> Declare:
     """A decoder whose checkpoint has no output projection."""
     return lambda config: replace(declare_family(config), head=None)
+
+
+def _projecting(declare_family: Declare) -> Declare:
+    """An encoder whose checkpoint has the projection of late interaction beside it, which is read
+    as what pooling puts on top."""
+
+    def declare_projecting(config: ConfigReader) -> DecoderSpec:
+        spec = declare_family(config)
+        return replace(spec, unused=(*spec.unused, "linear."))
+
+    return declare_projecting
 
 
 def _classifying(declare_family: Declare) -> Declare:
@@ -109,6 +122,7 @@ POOLING_ARCHITECTURES: dict[str, Declare] = {
     **{f"{name}{TOKEN_CLASSIFICATION}": _classifying(each) for name, each in DECODERS.items()},
     "Gemma3TextModel": _headless(_family("gemma3")),
     "NomicBertModel": _family("nomic_bert"),
+    COLBERT: _projecting(_family("bert")),
 }
 """Models that only make vectors of texts, or classes."""
 

@@ -2,11 +2,13 @@
 up.
 
 sentence-transformers has a module MultiVectorMask and keys of the Transformer's file for it;
-PyLate, whose folders came first, has keys of `config_sentence_transformers.json`. Imports no torch.
+PyLate, whose folders came first, has keys of `config_sentence_transformers.json`, and ColBERT's own
+folders have `artifact.metadata`. Imports no torch.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,12 @@ TOKEN_MODULES = frozenset({"MultiVectorMask"})
 _MAX_BYTES = 4 << 20
 _MAX_LENGTH = 1 << 20
 _MAX_WORDS = 1 << 16
+PYLATE_PROMPTS = {"query": "[Q] ", "document": "[D] "}
+"""Where a folder of PyLate's does not name them; and so the two below."""
+PYLATE_DOCUMENT_LEN = 180
+PYLATE_QUERY_LEN = 32
+METADATA = "artifact.metadata"
+"""Of ColBERT's own folders (architecture HF_ColBERT)."""
 
 
 def read_late_interaction(folder: Path, mask: Mapping[str, Any] | None) -> LateInteraction:
@@ -33,7 +41,8 @@ def read_late_interaction(folder: Path, mask: Mapping[str, Any] | None) -> LateI
             f"{folder}: similarity_fn_name={name[:80]!r} is not supported for vectors of tokens; "
             "supported: maxsim and meanmaxsim"
         )
-    words, tasks = config.get("skiplist_words") or [], ["document"]
+    words: Any = config.get("skiplist_words")
+    words, tasks = list(string.punctuation) if words is None else words, ["document"]
     if mask is not None:
         if mask.get("keep_only_token_ids"):
             raise UnsupportedModelError(
@@ -43,13 +52,47 @@ def read_late_interaction(folder: Path, mask: Mapping[str, Any] | None) -> LateI
     if not isinstance(words, list) or not all(isinstance(each, str) for each in words[:_MAX_WORDS]):
         raise CheckpointError(f"{folder}: skiplist_words must be a list of words")
     length = sizes.get("query_length", config.get("query_length"))
+    if length is None and mask is None:
+        length = PYLATE_QUERY_LEN
     return LateInteraction(
         skip_words=tuple(words[:_MAX_WORDS]) if "document" in tasks else (),
         skips_queries="query" in tasks,
         expansion=_expansion(folder, sizes, config, is_older=mask is None),
         query_len=None if length is None else _length(folder, "query_length", length),
         is_mean=name == "meanmaxsim",
+        is_marked=mask is None,
     )
+
+
+def read_metadata(folder: Path) -> tuple[LateInteraction, dict[str, str], int, int]:
+    """Read what a folder of ColBERT's own says: late interaction, prompts, the longest document,
+    and elements of a vector; defaults are ColBERT's. Raises CheckpointError."""
+    found = _optional(folder / METADATA)
+    names = {"query": ("query_token_id", "[unused0]"), "document": ("doc_token_id", "[unused1]")}
+    prompts = {role: found.get(key) or default for role, (key, default) in names.items()}
+    if not all(isinstance(each, str) for each in prompts.values()):
+        raise CheckpointError(f"{folder / METADATA}: query_token_id and doc_token_id must be texts")
+    if found.get("similarity") not in (None, "cosine"):
+        raise UnsupportedModelError(
+            f"{folder / METADATA}: similarity={str(found['similarity'])[:80]!r} is not supported; "
+            "supported: cosine"
+        )
+    query_len, document_len, width = (
+        _length(folder, key, found.get(key) or default)
+        for key, default in (
+            ("query_maxlen", 32),
+            ("doc_maxlen", PYLATE_DOCUMENT_LEN),
+            ("dim", 128),
+        )
+    )
+    is_attended = found.get("attend_to_mask_tokens") is True
+    late = LateInteraction(
+        skip_words=tuple(string.punctuation) if found.get("mask_punctuation", True) else (),
+        expansion=QueryExpansion(query_len, None, is_attended, is_fixed=True),
+        query_len=query_len,
+        is_marked=True,
+    )
+    return late, prompts, document_len, width
 
 
 def _expansion(
@@ -66,7 +109,7 @@ def _expansion(
         )
     if not is_older or config.get("do_query_expansion", True) is not True:
         return None
-    length = _length(folder, "query_length", config.get("query_length", 32))
+    length = _length(folder, "query_length", config.get("query_length") or PYLATE_QUERY_LEN)
     return QueryExpansion(length, None, config.get("attend_to_expansion_tokens") is True, True)
 
 

@@ -17,7 +17,14 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind
 from quire.models.pooling import LateInteraction
 from quire.models.tensors import linear
-from quire.weights.late_interaction import TOKEN_MODULES, read_late_interaction
+from quire.weights.late_interaction import (
+    METADATA,
+    PYLATE_DOCUMENT_LEN,
+    PYLATE_PROMPTS,
+    TOKEN_MODULES,
+    read_late_interaction,
+    read_metadata,
+)
 
 _MAX_BYTES = 4 << 20
 _MAX_MODULES = 32
@@ -49,6 +56,14 @@ _ACTIVATIONS: dict[str, DenseActivation] = {
 }
 
 
+class StoredTexts(NamedTuple):
+    """How texts are to be put."""
+
+    max_len: int | None = None
+    prompts: Mapping[str, str] = {}
+    default_prompt: str | None = None
+
+
 class StoredPooling(NamedTuple):
     """What the folder says; None and empty where it says nothing."""
 
@@ -62,14 +77,8 @@ class StoredPooling(NamedTuple):
     """Of a reranker that compares the logits of two tokens: the one for no, the one for yes."""
     late: LateInteraction | None = None
     """Where each token has a vector; `kind` is then of no use."""
-
-
-class StoredTexts(NamedTuple):
-    """How texts are to be put."""
-
-    max_len: int | None = None
-    prompts: Mapping[str, str] = {}
-    default_prompt: str | None = None
+    texts: StoredTexts | None = None
+    """Where they are put otherwise than `read_texts` says."""
 
 
 def has_modules(folder: Path) -> bool:
@@ -123,10 +132,26 @@ def _read_token_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> Sto
             known = "Transformer, Dense, MultiVectorMask and Normalize"
             raise _refused(folder, f"has a {name} as module {number}", known)
     late = read_late_interaction(folder, masks[0] if masks else None)
-    # PyLate has no module for it, and normalises always
-    return StoredPooling(
-        "cls", True, tuple(layers), is_normalized or not masks, "modules.json", late=late
+    if masks:
+        return StoredPooling("cls", True, tuple(layers), is_normalized, "modules.json", late=late)
+    # PyLate has no module for normalisation, and normalises always; it writes empty prompts of
+    # these names beside its own keys
+    found, config = read_texts(folder), _optional(folder / "config_sentence_transformers.json")
+    own = {role: config.get(key) for role, key in _PREFIXES.items()}
+    marks = {role: PYLATE_PROMPTS[role] if own[role] is None else str(own[role]) for role in own}
+    texts = found._replace(
+        max_len=found.max_len or PYLATE_DOCUMENT_LEN, prompts={**found.prompts, **marks}
     )
+    return StoredPooling("cls", True, tuple(layers), True, "modules.json", late=late, texts=texts)
+
+
+def read_colbert(folder: Path, hidden_size: int) -> StoredPooling:
+    """What a folder of ColBERT's own says, whose checkpoint has the projection beside an encoder.
+    Raises a QuireError."""
+    late, prompts, max_len, width = read_metadata(folder)
+    layer = DenseSpec(linear("linear", hidden_size, width))
+    texts = StoredTexts(max_len, prompts)
+    return StoredPooling("cls", True, (layer,), True, METADATA, late=late, texts=texts)
 
 
 def read_texts(folder: Path) -> StoredTexts:
@@ -141,7 +166,7 @@ def read_texts(folder: Path) -> StoredTexts:
     length = sizes.get("document_length", config.get("document_length"))
     length = sizes.get("max_seq_length") if length is None else length
     prompts = {
-        **{role: config[key] for role, key in _PREFIXES.items() if config.get(key)},
+        **{role: config[key] for role, key in _PREFIXES.items() if config.get(key) is not None},
         **prompts,
     }
     default = config.get("default_prompt_name")

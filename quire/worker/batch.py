@@ -125,6 +125,9 @@ def gather(
         positions = np.arange(query_start[-1]) + np.repeat(first, counts)
     context_len = list(map(operator.add, starts, counts))
     max_context_len = max(context_len)
+    if max_query_len > 1:
+        unseen = [rows.sampling[row].num_unseen for row in row_ids]
+        context_len = list(map(operator.sub, context_len, unseen))
     num_groups, num_places = rows.num_groups, -(-max_context_len // rows.block_size)
     places, offsets = np.divmod(positions, rows.block_size)
     entries = places * num_groups + np.arange(num_groups)[:, None]

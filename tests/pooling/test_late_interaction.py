@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 from folders import make_folder, write_dense
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, PoolingParams
 from quire.errors import QuireError
+from quire.models.pooling import QueryExpansion
+from quire.weights.sentence_transformers import read_modules
 
 WIDTH = 24
 QUERY = "What is the capital of France?"
@@ -40,6 +42,7 @@ def make_multi_vector(
     write_dense(folder / "1_Dense", 64, WIDTH, False, IDENTITY, **more)
     if is_pylate:
         config = {"query_prefix": "lovely ", "document_prefix": "today ", **keys}
+        config |= {"prompts": {"query": "", "document": ""}}  # as it writes them
         config |= {"skiplist_words": list(string.punctuation), "similarity_fn_name": "MaxSim"}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
         return folder, reference
@@ -52,11 +55,14 @@ def make_multi_vector(
     return folder, reference
 
 
-def vectors(folder: Path, reference: Any, ids: list[int], skipped: set[int]) -> torch.Tensor:
-    """Projected, normalised, without tokens that do not count."""
+def vectors(
+    folder: Path, reference: Any, ids: list[int], skipped: set[int], num_unseen: int = 0
+) -> torch.Tensor:
+    """Projected, normalised, without tokens that do not count; no token attends to the last ones."""
     weight = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
+    mask = torch.tensor([[1] * (len(ids) - num_unseen) + [0] * num_unseen])
     with torch.inference_mode():
-        states = reference(torch.tensor([ids])).last_hidden_state[0]
+        states = reference(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
         made = torch.nn.functional.normalize(states @ weight.T, dim=-1)
     return made[[token not in skipped for token in ids]]
 
@@ -68,10 +74,13 @@ def loaded(request: Any, tmp_path: Path) -> Iterator[tuple[LLM, Path, Any]]:
         yield llm, folder, reference
 
 
-def _skipped(llm: LLM) -> set[int]:
+def _skipped(llm: LLM, *, is_pylate: bool = False) -> set[int]:
+    """Ids of the signs; in PyLate's folders the unknown token's, where a sign has none."""
     tokenizer = llm.get_tokenizer()
     found = {tokenizer.convert_tokens_to_ids(sign) for sign in string.punctuation}
-    return {each for each in found if each is not None} - {tokenizer.convert_tokens_to_ids("[UNK]")}
+    unknown = tokenizer.convert_tokens_to_ids("[UNK]")
+    missing = found & {None, unknown}
+    return found - {None, unknown} | ({unknown} if missing and is_pylate else set())
 
 
 def test_vectors_and_scores_follow_the_folder(
@@ -118,18 +127,153 @@ def test_queries_are_filled_up_where_the_folder_says_so(strategy: str, tmp_path:
         assert len(long.prompt_token_ids) == (12 if strategy == "fixed" else 23)
 
 
+@pytest.fixture
+def pylate(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """`pylate(family)` makes a folder as PyLate saves them, whose prompts are single tokens."""
+
+    def make(family: str, **keys: Any) -> tuple[Path, Any]:
+        keys = {"query_length": 32, "document_length": 96, **keys}
+        folder, reference = make_multi_vector(tmp_path, family, is_pylate=True, **keys)
+        if family != "qwen3":
+            named = {"mask_token": "[MASK]", "unk_token": "[UNK]"}
+            config = tmp_path / "tokenizer_config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | named))
+        return folder, reference
+
+    return make
+
+
+def _marked(llm: LLM, word: str, text: str) -> list[int]:
+    """Token ids of a text with a token behind the first one."""
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    return [ids[0], tokenizer.convert_tokens_to_ids(word), *ids[1:]]
+
+
+@pytest.mark.parametrize(
+    ("family", "query", "length"), [("bert", QUERY, 32), ("modernbert", "A", 9)]
+)
+def test_queries_are_filled_up_with_tokens_that_none_attends_to(
+    family: str,
+    query: str,
+    length: int,
+    pylate: Callable[..., tuple[Path, Any]],
+    texts: list[str],
+) -> None:
+    """As in ColBERT: these tokens see the query, and nothing sees them."""
+    prompts = {"query_prefix": "lovely", "document_prefix": "today"}
+    folder, reference = pylate(family, query_length=length, **prompts)
+    with closing(LLM(str(folder), dtype="float32")) as llm:
+        mask = llm.get_tokenizer().convert_tokens_to_ids("[MASK]")
+        skipped = _skipped(llm, is_pylate=True)
+        documents = [_marked(llm, "today", text) for text in texts]
+        wanted = [vectors(folder, reference, ids, skipped) for ids in documents]
+        found = llm.encode(texts, use_tqdm=False)
+        for output, ids, vector in zip(found, documents, wanted, strict=True):
+            assert output.prompt_token_ids == ids
+            np.testing.assert_allclose(output.outputs.data, vector, atol=1e-4)
+        ids = _marked(llm, "lovely", query)
+        num_unseen = length - len(ids)
+        assert num_unseen > 3
+        ids += [mask] * num_unseen
+        asked = vectors(folder, reference, ids, set(), num_unseen)
+        params = PoolingParams(prompt_name="query")
+        [output] = llm.encode(query, params, use_tqdm=False)
+        assert output.prompt_token_ids == ids and len(output.outputs.data) == length
+        np.testing.assert_allclose(output.outputs.data, asked, atol=1e-4)
+        attended = vectors(folder, reference, ids, set())
+        assert float((attended - asked).abs().max()) > 1e-3, "it makes a difference here"
+        scores = [each.outputs.score for each in llm.score(query, texts, use_tqdm=False)]
+        maxsim = [float((asked @ vector.T).max(1).values.sum()) for vector in wanted]
+        np.testing.assert_allclose(scores, maxsim, atol=1e-3)
+        together = llm.encode([query, "B", "lovely " * 50], params, use_tqdm=False)
+        assert together[0].outputs.data.tobytes() == output.outputs.data.tobytes()
+        assert {len(each.prompt_token_ids) for each in together} == {length}
+
+
+def test_the_server_fills_queries_up_as_the_library_does(
+    pylate: Callable[..., tuple[Path, Any]], texts: list[str], serve: Callable[..., Any]
+) -> None:
+    folder, _ = pylate("bert")
+    with closing(LLM(str(folder), dtype="float32")) as llm:
+        wanted = [each.outputs.score for each in llm.score(QUERY, texts, use_tqdm=False)]
+        params = PoolingParams(prompt_name="query")
+        [query] = llm.encode(QUERY, params, use_tqdm=False)
+    with serve(model=str(folder), dtype="float32") as post:
+        results = post("/rerank", {"query": QUERY, "documents": texts})["results"]
+        assert {each["index"]: each["relevance_score"] for each in results} == dict(
+            enumerate(wanted)
+        )
+        data = post("/pooling", {"input": QUERY, "prompt_name": "query"})["data"][0]["data"]
+        assert np.array(data, np.float32).tobytes() == query.outputs.data.tobytes()
+
+
+def test_what_a_pylate_folder_does_not_say_is_as_pylate_has_it(
+    pylate: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    folder, _ = pylate("bert")
+    (tmp_path / "config_sentence_transformers.json").write_text("{}")
+    found = read_modules(folder)
+    assert found is not None and found.late is not None and found.texts is not None
+    assert found.texts.prompts == {"query": "[Q] ", "document": "[D] "}
+    assert (found.texts.max_len, found.late.query_len) == (180, 32)
+    assert found.late.skip_words == tuple(string.punctuation) and found.late.is_marked
+    assert found.late.expansion == QueryExpansion(32, None, is_attended=False, is_fixed=True)
+
+
+@pytest.mark.parametrize(("family", "keys"), [("qwen3", {}), ("modernbert", {"query_length": 90})])
+def test_where_no_form_of_attention_fits_such_queries_they_are_refused(
+    family: str, keys: dict[str, Any], pylate: Callable[..., tuple[Path, Any]]
+) -> None:
+    folder, _ = pylate(family, **keys)
+    with pytest.raises(QuireError, match="no token attends to, which is supported in encoders"):
+        LLM(str(folder), dtype="float32")
+    with closing(
+        LLM(str(folder), dtype="float32", pooler_config={"query_expansion": False})
+    ) as llm:
+        assert llm.encode("A", use_tqdm=False)[0].outputs.data.shape[1] == WIDTH
+
+
+def test_folders_of_colberts_own_program_are_read(tmp_path: Path, texts: list[str]) -> None:
+    """Architecture HF_ColBERT: BERT and a projection in one checkpoint, and `artifact.metadata`."""
+    reference = make_folder(tmp_path, "bert")
+    weights = {
+        f"bert.{name}": each for name, each in load_file(tmp_path / "model.safetensors").items()
+    }
+    write_dense(tmp_path / "1_Dense", 64, WIDTH, False, IDENTITY)
+    weights |= load_file(tmp_path / "1_Dense" / "model.safetensors")
+    save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
+    metadata = {"query_maxlen": 24, "doc_maxlen": 64, "dim": WIDTH, "mask_punctuation": True,
+                "query_token_id": "lovely", "doc_token_id": "today", "similarity": "cosine",
+                "attend_to_mask_tokens": False}  # fmt: skip
+    (tmp_path / "artifact.metadata").write_text(json.dumps(metadata))
+    names = tmp_path / "tokenizer_config.json"
+    named = {"mask_token": "[MASK]", "unk_token": "[UNK]"}
+    names.write_text(json.dumps(json.loads(names.read_text()) | named))
+    with closing(LLM(str(tmp_path), dtype="float32")) as llm:
+        skipped = _skipped(llm, is_pylate=True)
+        document = vectors(tmp_path, reference, _marked(llm, "today", texts[0]), skipped)
+        [output] = llm.encode(texts[0], use_tqdm=False)
+        np.testing.assert_allclose(output.outputs.data, document, atol=1e-4)
+        ids = _marked(llm, "lovely", QUERY)
+        ids += [llm.get_tokenizer().convert_tokens_to_ids("[MASK]")] * (24 - len(ids))
+        count = ids.count(ids[-1])
+        query = vectors(tmp_path, reference, ids, set(), count)
+        [score] = llm.score(QUERY, texts[0], use_tqdm=False)
+        assert score.outputs.score == pytest.approx(
+            float((query @ document.T).max(1).values.sum()), abs=1e-3
+        )
+    (tmp_path / "artifact.metadata").write_text(json.dumps({**metadata, "similarity": "l2"}))
+    with pytest.raises(QuireError, match="similarity='l2' is not supported"):
+        LLM(str(tmp_path))
+
+
 def test_pylates_folders_are_read_too(tmp_path: Path, texts: list[str]) -> None:
     keys = {"query_length": 32, "document_length": 96}
-    folder, reference = make_multi_vector(tmp_path, "bert", is_pylate=True, **keys)
+    folder, _ = make_multi_vector(tmp_path, "bert", is_pylate=True, **keys)
     options: dict[str, Any] = {"dtype": "float32"}
-    with closing(LLM(str(folder), **options)) as llm:
-        wanted = vectors(
-            folder, reference, llm.get_tokenizer()("today " + texts[0])["input_ids"], _skipped(llm)
-        )
-        [output] = llm.encode(texts[0], use_tqdm=False)
-        np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
-        with pytest.raises(QuireError, match="fills queries up with tokens that no other token"):
-            llm.score(QUERY, texts, use_tqdm=False)
     with closing(LLM(str(folder), pooler_config={"query_expansion": False}, **options)) as llm:
         assert len(llm.score(QUERY, texts[:2], use_tqdm=False)) == 2
         with pytest.raises(QuireError, match=r"the query has \d+ tokens, and the model takes 32"):

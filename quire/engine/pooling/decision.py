@@ -17,12 +17,13 @@ from quire.engine.assembly.model_files import ModelFiles
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec, PoolingKind
 from quire.models.pooling import LateInteraction, OutputActivation, PoolingSpec
-from quire.models.registry import POOLING_ARCHITECTURES, declare
+from quire.models.registry import COLBERT, POOLING_ARCHITECTURES, declare
 from quire.text.tokenizer import Tokenizer
 from quire.weights.sentence_transformers import (
     StoredPooling,
     StoredTexts,
     has_modules,
+    read_colbert,
     read_modules,
     read_texts,
 )
@@ -80,6 +81,8 @@ def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
             f"runner='generate', but {spec.architecture} makes vectors and no text; leave it out"
         )
     stored = read_modules(files.folder) if has_modules(files.folder) else None
+    if stored is None and spec.architecture == COLBERT:
+        stored = read_colbert(files.folder, spec.hidden_size)
     asked = config.runner == "pooling" or config.convert not in ("auto", "none")
     implied = config.runner == "auto" and (not can_generate or stored is not None)
     if not asked and not (implied and config.convert != "none"):
@@ -209,9 +212,11 @@ class _Decision:
 
     def _token_embedder(self, stored: StoredPooling, late: LateInteraction) -> PoolingSpec:
         """Of late interaction: a vector for each token."""
-        self._sources.append(("pooling", "each token: modules.json"))
+        self._sources.append(("pooling", f"each token: {stored.kind_source}"))
         expands = self._wishes.get("query_expansion", True)
         if late.expansion is not None:
+            if expands and not late.expansion.is_attended:
+                self._check_unattended(late.expansion.length)
             says = f"to {late.expansion.length} tokens: the folder" if expands else "off: given"
             self._sources.append(("query expansion", says))
         return self._spec_of(
@@ -223,8 +228,23 @@ class _Decision:
             is_normalized=self._is_activated(stored.is_normalized),
         )
 
+    def _check_unattended(self, length: int) -> None:
+        """Refuse queries whose added tokens no token attends to, where attention has no form for
+        it."""
+        windows = [each.window for each in self._spec.attentions if each.window is not None]
+        shortest = min(windows, default=length)
+        if not self._spec.is_encoder or length > shortest:
+            raise UnsupportedModelError(
+                f"{self._files.folder} fills queries up to {length} tokens with some that no token "
+                "attends to, which is supported in encoders, up to the length of their windows; "
+                "pooler_config={'query_expansion': False} compares queries as they are, with other "
+                "scores"
+            )
+
     def _spec_of(self, **fields: Any) -> PoolingSpec:
         texts = read_texts(self._files.folder) if has_modules(self._files.folder) else StoredTexts()
+        if self._stored is not None and self._stored.texts is not None:
+            texts = self._stored.texts
         lengths = self._own.get("matryoshka_dimensions")
         matryoshka: bool | tuple[int, ...] = bool(self._own.get("is_matryoshka"))
         if isinstance(lengths, list) and all(isinstance(each, int) for each in lengths):

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from quire.engine.pooling.texts import PoolingTexts
-from quire.errors import InvalidParameterError, NotAvailableError
+from quire.errors import InvalidParameterError
 from quire.models.pooling import LateInteraction
 from quire.text.chat import encode_chat
 from quire.text.tokenizer import STRICT_LEVEL
@@ -33,19 +33,16 @@ class LateTexts:
     def encode(self, text: str, prompt: str, keep: int | None, *, is_query: bool) -> list[int]:
         """Token ids of a text behind a prompt, of a query those that fill it up as well.
 
-        Raises InvalidParameterError for a query that is too long, NotAvailableError where it would
-        have to be filled up in a way that is not supported.
+        Raises InvalidParameterError for a query that is too long.
         """
         tokenizer, expansion = self.texts.tokenizer, self.late.expansion if is_query else None
-        if expansion is not None and not expansion.is_attended:
-            raise NotAvailableError(
-                "this model fills queries up with tokens that no other token sees, which is not "
-                "supported; pooler_config={'query_expansion': False} compares queries as they are, "
-                "with other scores"
-            )
         before, after = tokenizer.affixes
-        written = join_traced((trace(prompt, STRICT_LEVEL), text))
-        own = self.texts.cut(encode_chat(tokenizer, written), keep, len(before) + len(after))
+        mark = tokenizer.token_to_id(prompt) if prompt and self.late.is_marked else None
+        written = join_traced((trace("" if mark is not None else prompt, STRICT_LEVEL), text))
+        own = encode_chat(tokenizer, written)
+        if mark is not None:
+            own.insert(0 if before else min(1, len(own)), mark)
+        own = self.texts.cut(own, keep, len(before) + len(after))
         if expansion is not None and expansion.is_fixed:
             own = own[: max(0, expansion.length - len(before) - len(after))]
         ids = [*before, *own, *after]
@@ -61,6 +58,16 @@ class LateTexts:
         if expansion is None:
             return ids
         return ids + [self._filler(expansion.token)] * (expansion.length - len(ids))
+
+    def num_unseen(self, token_ids: Sequence[int]) -> int:
+        """Tokens at the end of a query that fill it up and that no token attends to."""
+        expansion = self.late.expansion
+        if expansion is None or expansion.is_attended:
+            return 0
+        filler, count = self._filler(expansion.token), 0
+        while count < len(token_ids) and token_ids[-1 - count] == filler:
+            count += 1
+        return count
 
     def counts(self, token_ids: Sequence[int], *, is_query: bool) -> NDArray[np.bool_]:
         """Which tokens' vectors count, bool [tokens]."""
@@ -84,14 +91,21 @@ class LateTexts:
     @cached_property
     def _skipped(self) -> frozenset[int]:
         tokenizer = self.texts.tokenizer
-        found = (tokenizer.token_to_id(word) for word in self.late.skip_words)
+        found = [tokenizer.token_to_id(word) for word in self.late.skip_words]
         unknown = tokenizer.config.named_tokens.get("unk_token")
         unknown_id = None if unknown is None else tokenizer.token_to_id(unknown)
-        return frozenset(each for each in found if each is not None and each != unknown_id)
+        if self.late.is_marked and None in found:
+            found.append(unknown_id)
+        else:
+            found = [each for each in found if each != unknown_id]
+        return frozenset(each for each in found if each is not None)
 
     def _filler(self, token: str | None) -> int:
         tokenizer = self.texts.tokenizer
-        name = token or tokenizer.config.named_tokens.get("mask_token")
+        named = tokenizer.config.named_tokens
+        name = token or named.get("mask_token")
+        if name is None and self.late.is_marked:
+            name = named.get("eos_token") or named.get("pad_token")
         found = None if name is None else tokenizer.token_to_id(name)
         if found is None:
             raise InvalidParameterError(

@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -131,9 +132,20 @@ class PoolingRequests:
             key = (id(params), num_skipped)
             if key not in known:
                 known[key] = self.digest(params, task, num_skipped)
-            return encoded, known[key]
+            return encoded, self.of_role(known[key], encoded, params.prompt_name)
 
         return prepare
+
+    def of_role(self, digest: Digest, prompt: Prompt, role: str | None) -> Digest:
+        """Return a digest for one prompt, which fills up a query where the role says so."""
+        if self.spec.late is None or role != "query" or self._tokenizer is None:
+            return digest
+        ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        num_unseen = self.late_texts.num_unseen(ids or ())
+        if not num_unseen:
+            return digest
+        sampling = digest.spec.sampling._replace(num_unseen=num_unseen)
+        return replace(digest, spec=replace(digest.spec, sampling=sampling))
 
     def _encoded(
         self, prompt: Prompt, params: PoolingParams, keep: int | None, task: PoolingTask

@@ -110,14 +110,15 @@ def bidirectional_attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     query_start = batch.query_start.tolist()
     group = query.shape[1] // key.shape[1]
-    for start, end in itertools.pairwise(query_start):
-        rows = slice(start, end)
+    contexts = batch.context_len.tolist()
+    for (start, end), context in zip(itertools.pairwise(query_start), contexts, strict=True):
+        rows, seen = slice(start, end), slice(start, start + context)
         keys, values = (
-            each[rows].float().repeat_interleave(group, 1).transpose(0, 1) for each in (key, value)
+            each[seen].float().repeat_interleave(group, 1).transpose(0, 1) for each in (key, value)
         )
         scores = query[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
         positions = torch.arange(end - start, device=query.device)
-        distances = positions[None] - positions[:, None]
+        distances = positions[None, :context] - positions[:, None]
         if bias is not None:
             scores += bias[:, distances + bias.shape[1] // 2]
         if window is not None:

@@ -39,13 +39,18 @@ def rows_of(
 
 
 def attend(
-    kernels: Kernels, rows: Tensor, lengths: Sequence[int], heads: tuple[int, int], **options: Any
+    kernels: Kernels,
+    rows: Tensor,
+    lengths: Sequence[int],
+    heads: tuple[int, int],
+    contexts: Sequence[int] | None = None,
+    **options: Any,
 ) -> Tensor:
     query, key, value = torch.split(rows, [heads[0], heads[1], heads[1]], dim=1)
-    scale = rows.shape[2] ** -0.5
-    return kernels.bidirectional_attention(
-        query, key, value, batch_of(lengths), scale=scale, **options
-    )
+    scale, batch = rows.shape[2] ** -0.5, batch_of(lengths)
+    if contexts is not None:
+        batch.context_len.copy_(torch.tensor(contexts))
+    return kernels.bidirectional_attention(query, key, value, batch, scale=scale, **options)
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
@@ -96,6 +101,31 @@ def test_a_texts_bits_do_not_depend_on_its_company_or_on_threads(
                 assert torch.equal(alone, found)
     finally:
         cpu.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_behind_the_context_attend_and_nothing_attends_to_them(
+    native_isa: Kernels, reference: Kernels, window: int | None
+) -> None:
+    heads, contexts = (4, 2), (1, 3, 40, 64, 129, 12)
+    rows = rows_of(LENGTHS, heads, 32, torch.float32)
+    found = attend(native_isa, rows, LENGTHS, heads, contexts, window=window)
+    assert_near(found, attend(reference, rows, LENGTHS, heads, contexts, window=window))
+    starts = [0, *accumulate(LENGTHS)]
+    hidden = rows.clone()
+    for start, length, context in zip(starts, LENGTHS, contexts, strict=False):
+        hidden[start + context : start + length, heads[0] :] = torch.nan
+        alone = hidden[start : start + length].contiguous()
+        got = attend(native_isa, alone, (length,), heads, (context,), window=window)
+        assert torch.equal(got, found[start : start + length]), "their keys are not read"
+    assert_near(found, attend(native_isa, hidden, LENGTHS, heads, contexts, window=window))
+
+
+def test_a_row_that_would_see_nothing_is_refused(native: Kernels) -> None:
+    rows = rows_of((9,), (2, 2), 16, torch.float32)
+    for context, window in ((0, None), (3, 6), (10, None)):
+        with pytest.raises(ValueError, match="9 rows of a context"):
+            attend(native, rows, (9,), (2, 2), (context,), window=window)
 
 
 def test_wrong_arguments_are_refused(native: Kernels) -> None:

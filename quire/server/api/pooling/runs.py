@@ -131,6 +131,7 @@ class PoolingRuns:
             (next(made), skipping) if isinstance(each, str) else (requests.cut(each, keep), digest)
             for each in inputs
         ]
+        listed = [(ids, requests.of_role(each, ids, body.prompt_name)) for ids, each in listed]
         return await self.run(call, body, listed, receive)
 
     async def run(

@@ -186,7 +186,10 @@ class TextScores:
                 lambda each: requests.encode(each[1], each[0], keep, "token_embed")[0],
                 lambda each: len(each[1]),
             )
-        prompts = [(token_ids, digest) for token_ids in encoded]
+        prompts = [
+            (token_ids, requests.of_role(digest, token_ids, role))
+            for token_ids, (role, _) in zip(encoded, texts, strict=True)
+        ]
         outputs, usage = await self._runs.run(call, body, prompts, receive)
         score = requests.late_texts.score
 
