@@ -88,6 +88,8 @@ class Row(NamedTuple):
     case: Case
     engine: str
     seconds: float
+    cpu_s: float
+    """Of all its threads: on a disturbed machine, with one thread, what the clock would say."""
     model_s: float
     num_rounds: int
 
@@ -114,15 +116,16 @@ class Engine:
         if self.error is None:
             self._signal(signal.SIGSTOP)
 
-    def embed(self, texts: Sequence[str]) -> tuple[float, float]:
-        """Embed texts; seconds, and those of them in the model where the engine says so."""
+    def embed(self, texts: Sequence[str]) -> tuple[float, float, float]:
+        """Embed texts; seconds of the clock, of processors, and in the model where the engine says
+        so."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(list(texts)) + "\n")
         self._process.stdin.flush()
         found = self._answer()
         self._signal(signal.SIGSTOP)
-        return found["s"], found["model_s"]
+        return found["s"], found["cpu_s"], found["model_s"]
 
     def close(self) -> None:
         """End the process."""
@@ -209,10 +212,10 @@ def measure(
 
 def _in_turns(
     engines: Sequence[Engine], case: Case, shape: str, num_rounds: int
-) -> Iterator[tuple[str, float, float]]:
-    """Median seconds of each engine, all of it and in the model; the first round warms up, and does
-    with fewer texts."""
-    found: dict[str, list[tuple[float, float]]] = {each.name: [] for each in engines}
+) -> Iterator[tuple[str, float, float, float]]:
+    """Median seconds of each engine: of the clock, of processors, and in the model; the first
+    round warms up, and does with fewer texts."""
+    found: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in engines}
     for number in range(num_rounds + 1):
         count = case.num_texts if number else min(case.num_texts, 2)
         texts = texts_of(case._replace(num_texts=count), shape, number)
@@ -222,18 +225,22 @@ def _in_turns(
             if number:
                 found[engine.name].append(seconds)
     for name, times in found.items():
-        whole, inside = zip(*times, strict=True)
-        yield name, statistics.median(whole), statistics.median(inside)
+        whole, cpu, inside = map(statistics.median, zip(*times, strict=True))
+        yield name, whole, cpu, inside
 
 
 def _show(rows: Sequence[Row]) -> None:
     first, best = rows[0], min((each.seconds for each in rows[1:]), default=float("nan"))
-    others = ", ".join(f"{each.engine} {1e3 * each.seconds:.1f}" for each in rows[1:])
+    least = min((each.cpu_s for each in rows[1:]), default=float("nan"))
+    others = ", ".join(
+        f"{each.engine} {1e3 * each.seconds:.1f} ({1e3 * each.cpu_s:.1f})" for each in rows[1:]
+    )
     outside = 1 - first.model_s / first.seconds
     print(
         f"{first.shape:<11} {first.form:<8} {first.case.num_texts:>4} x {first.case.num_tokens:<4}"
-        f" quire {1e3 * first.seconds:.1f} ms ({100 * outside:.1f} % outside the model);"
-        f" {others}; best / quire {best / first.seconds:.2f}",
+        f" quire {1e3 * first.seconds:.1f} ms ({1e3 * first.cpu_s:.1f} of processors,"
+        f" {100 * outside:.1f} % outside the model); {others}; best / quire"
+        f" {best / first.seconds:.2f} ({least / first.cpu_s:.2f})",
         flush=True,
     )
 

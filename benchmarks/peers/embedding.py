@@ -3,7 +3,7 @@
     PYTHON benchmarks/peers/embedding.py ENGINE FOLDER FORM THREADS
 
 PYTHON has the engine installed and need not have Quire. Each line that comes is a list of texts;
-each answer says how long they took. Libraries print to the errors.
+each answer says how long they took, of the clock and of processors. Libraries print to the errors.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def open_torch(folder: Path, form: str, threads: int) -> Embed:
     model = SentenceTransformer(str(folder), device="cpu")
     if form == "int8":
         linear = {torch.nn.Linear}
-        model[0].auto_model = torch.ao.quantization.quantize_dynamic(
-            model[0].auto_model, linear, dtype=torch.qint8
-        )
+        quantize: Any = torch.ao.quantization.quantize_dynamic
+        model[0].auto_model = quantize(model[0].auto_model, linear, dtype=torch.qint8)
     return lambda texts: model.encode(list(texts), batch_size=BATCH, show_progress_bar=False)
 
 
@@ -178,10 +177,12 @@ def main() -> None:
         raise
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
-        texts, before, started = json.loads(line), _model_s, time.perf_counter()
+        texts, before = json.loads(line), _model_s
+        started, cpu = time.perf_counter(), time.process_time()
         embed(texts)
-        seconds = time.perf_counter() - started
-        print(json.dumps({"s": seconds, "model_s": _model_s - before}), file=answers)
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        found = {"s": seconds, "cpu_s": cpu_s, "model_s": _model_s - before}
+        print(json.dumps(found), file=answers)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def _pair(
     from safetensors.torch import load_file, save_file
 
     stored, plain = folder / "stored", folder / "plain"
-    tensors, floats = {}, {}
+    tensors: dict[str, Any] = {}
+    floats: dict[str, Any] = {}
     for name, tensor in load_file(original / "model.safetensors").items():
         is_tower = any(part in name for part in TOWERS)
         if "_proj." in name and name.endswith("weight") and (with_tower or not is_tower):

@@ -69,7 +69,7 @@ def test_it_agrees_with_the_reference(
 ) -> None:  # fmt: skip
     rows = rows_of(LENGTHS, heads, size, dtype)
     bias = torch.randn(heads[0], 2 * max(LENGTHS) - 1) if has_bias else None
-    options = {"window": window, "bias": bias}
+    options: dict[str, Any] = {"window": window, "bias": bias}
     got = attend(native_isa, rows, LENGTHS, heads, **options)
     assert_near(got, attend(reference, rows, LENGTHS, heads, **options))
 
