@@ -220,6 +220,16 @@ def test_what_ranks_cannot_do_is_said_before_anything_starts(
         pass
 
 
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "quire.parallel.ray_places", raising=False)
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    given = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    message = r"distributed_executor_backend='ray' needs the package ray.*quire-llm\[ray\]"
+    with pytest.raises(ConfigError, match=message), engine_of(folder, **given):
+        pass
+
+
 def test_experts_that_cannot_be_divided_evenly_are_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "OlmoeForCausalLM", **OLMOE)
     message = r"4 experts cannot be divided among tensor_parallel_size=3 .*\(2, 4\)"

@@ -184,6 +184,7 @@ def test_the_script_of_the_guide_runs(cluster: Any) -> None:
 
 
 def test_without_a_cluster_there_is_an_error_and_no_new_one(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
     folder = write_model(tmp_path, "LlamaForCausalLM")
     code = (
         "from quire import LLM\n"
