@@ -17,6 +17,9 @@ ENGINES = {
     "openvino": "OpenVINO",
     "llamacpp": "llama.cpp",
     "transformers": "Transformers",
+    "torch": "sentence-transformers (torch)",
+    "onnx": "sentence-transformers (ONNX Runtime)",
+    "infinity": "infinity-emb",
 }
 WORKLOADS = {
     "W1": "64 mixed requests",
