@@ -200,6 +200,68 @@ def test_experts_that_are_read_from_a_file_take_adapters(make_llm: MakeLLM, tmp_
     assert list(map(_numbers, found)) == list(map(_numbers, expected))
 
 
+def _fused(factors: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What PEFT keeps of (down [rank, inputs], up [outputs, rank]) of all experts."""
+    downs, ups = zip(*factors, strict=True)
+    return torch.cat(downs), torch.stack(ups, dim=2).flatten(1)
+
+
+def _write_experts(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> LoRARequest:
+    folder.mkdir()
+    given = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    named = {
+        f"base_model.model.{name}": each.clone().contiguous() for name, each in tensors.items()
+    }
+    save_file(named, folder / "adapter_model.safetensors")
+    return LoRARequest(folder.name, 1, str(folder))
+
+
+@pytest.mark.parametrize("inner", [48, 64])
+def test_modules_and_tensors_of_all_releases_of_peft_give_the_same_bits(
+    make_llm: MakeLLM, tmp_path: Path, inner: int
+) -> None:
+    """Older releases take the outputs of a tensor [experts, outputs, inputs] for its inputs."""
+    model = tmp_path / "model"
+    write_model(model, {**MOE, "moe_intermediate_size": inner})
+    rng = torch.Generator().manual_seed(7)
+    as_modules, recent, older = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        sizes = {"gate_up_proj": (64, 2 * inner), "down_proj": (inner, 64)}
+        for name, (inputs, outputs) in sizes.items():
+            factors = [
+                (
+                    torch.randn(3, inputs, generator=rng) * 0.2,
+                    torch.randn(outputs, 3, generator=rng),
+                )
+                for _ in range(6)
+            ]
+            inside = ".base_layer" if name == "gate_up_proj" else ""
+            down, up = _fused(factors)
+            recent |= {f"{at}{inside}.lora_A.weight": down, f"{at}{inside}.lora_B.weight": up}
+            down, up = _fused([(up.T, down.T) for down, up in factors])
+            older |= {f"{at}{inside}.lora_A.weight": down, f"{at}{inside}.lora_B.weight": up}
+            parts = ("gate_proj", "up_proj") if inside else ("down_proj",)
+            for expert, (down, up) in enumerate(factors):
+                for part, rows in zip(parts, up.chunk(len(parts)), strict=True):
+                    as_modules[f"{at}.{expert}.{part}.lora_A.weight"] = down
+                    as_modules[f"{at}.{expert}.{part}.lora_B.weight"] = rows
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    named = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    llm = make_llm(**_options(MOE, model))
+    expected = _logprobs(llm, _write_experts(tmp_path / "a", as_modules, target_modules=targets))
+    given = _write_experts(tmp_path / "b", recent, **named, peft_version="0.21.2")
+    assert torch.equal(_logprobs(llm, given), expected)
+    assert (_logprobs(llm, None) - expected).abs().max() > 0.1
+    given = _write_experts(tmp_path / "c", older, **named, peft_version="0.17.0")
+    if inner == 64:  # as many outputs as inputs: the shapes do not tell
+        with pytest.raises(QuireError, match="as many inputs as outputs"):
+            _logprobs(llm, given)
+    else:
+        torch.testing.assert_close(_logprobs(llm, given), expected)
+
+
 def test_experts_need_room_that_was_planned(make_llm: MakeLLM, tmp_path: Path) -> None:
     spec = write_model(tmp_path / "model", MOE)
     folder = write_whole_adapter(tmp_path / "adapter", spec)
