@@ -11,12 +11,14 @@ from program_cases import (
     RAGGED,
     SPECS,
     WANTED,
+    Caches,
     are_equal,
     build,
     one_by_one,
     run_ragged,
     wanted_rows,
 )
+from torch import Tensor
 
 from quire.kernels.interpreter import Interpreter
 from quire.kernels.reference import ReferenceKernels
@@ -55,15 +57,25 @@ def test_a_pass_changes_no_bit(model: DecoderModel, name: str) -> None:
         assert torch.equal(found, expected) and are_equal(ours, theirs)
 
 
+@pytest.fixture(scope="module")
+def passes(model: DecoderModel) -> tuple[Tensor, Caches, Tensor]:
+    """What a whole pass computes, and what the layers before the last one leave."""
+    before, _ = run_ragged(one_by_one(model, num_blocks=len(model.spec.blocks) - 1))
+    whole, caches = run_ragged(model)
+    return whole.clone(), caches, before.clone()
+
+
 @pytest.mark.parametrize("alignment", [None, 16])
 @pytest.mark.parametrize("num_wanted", WANTED)
 def test_tokens_that_are_not_wanted_stop_at_the_last_write_to_a_cache(
-    model: DecoderModel, num_wanted: tuple[int, ...], alignment: int | None
+    model: DecoderModel,
+    passes: tuple[Tensor, Caches, Tensor],
+    num_wanted: tuple[int, ...],
+    alignment: int | None,
 ) -> None:
     """The others have the bits of the whole pass, and so has every key and value; these,
     what the layers before left."""
-    expected, theirs = run_ragged(model)
-    before, _ = run_ragged(one_by_one(model, num_blocks=len(model.spec.blocks) - 1))
+    expected, theirs, before = passes
     run = Interpreter(
         model.program, select_wanted(model.program, alignment), model.weights, model.kernels
     )
