@@ -65,7 +65,12 @@ def test_ten_thousand_requests_through_kills() -> None:
     async def run() -> None:
         async with (
             backends("a", "b", "c", "d") as made,
-            routed(*(each.url for each in made), policy="least-load", health_interval_s=0.02) as up,
+            routed(
+                *(each.url for each in made),
+                policy="least-load",
+                health_interval_s=0.02,
+                max_retries=3,
+            ) as up,
         ):
             for each in made:
                 each.gap_s = 0.001
