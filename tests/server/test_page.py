@@ -253,9 +253,13 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(page: Page) -> 
         page.evaluate("sessionStorage.clear()")
     # A browser tells of every 401; the one before the key was given is no problem of the page's.
     assert page.problems
-    page.problems[:] = [
-        each for each in page.problems if "401" not in each and "ERR_CONNECTION" not in each
-    ]
+    page.problems[:] = [each for each in page.problems if "401" not in each]
+    forget_refusals(page)
+
+
+def forget_refusals(page: Page) -> None:
+    """Of a server that has gone, while the page was still open or had just been left."""
+    page.problems[:] = [each for each in page.problems if "ERR_CONNECTION" not in each]
 
 
 def test_accepted_drafts_are_marked_in_an_answer(page: Page, server: RunningServer) -> None:
@@ -277,5 +281,6 @@ def test_accepted_drafts_are_marked_in_an_answer(page: Page, server: RunningServ
         text = page.evaluate("document.querySelector('.reply .text').textContent")
         assert marked and marked in text
         assert " drafted" in page.evaluate("document.querySelector('.reply .meta').textContent")
-        page.open(server.url)  # while this one still answers the page's questions
+        page.open(server.url)
         page.wait(IS_READY)
+    forget_refusals(page)

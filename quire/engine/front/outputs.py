@@ -87,9 +87,10 @@ class CompletionOutput:
     """The stop token or stop string that ended it; None for the model's end-of-sequence token."""
     lora_request: LoRARequest | None = None
     """What it was generated with besides the model."""
-    drafted: tuple[tuple[int, int], ...] = ()
+    drafted: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """Of `text`, the characters from one place to another that came of draft tokens, which were
-    accepted in a step together with the token behind them."""
+    accepted in a step together with the token behind them. Says how an answer came to be: equal
+    answers may differ in it."""
 
     def finished(self) -> bool:
         """Return whether this sequence has ended."""
