@@ -33,9 +33,9 @@ def test_the_inline_executor_builds_its_worker() -> None:
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match="no executor called 'ray'; choose one of inline, mp, null"
+        ConfigError, match="no executor called 'gpu'; choose one of inline, mp, null"
     ):
-        make_executor("ray", _SPEC)
+        make_executor("gpu", _SPEC)
 
 
 def test_another_executor_comes_in_by_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
