@@ -69,7 +69,7 @@ class Halves:
 
     @property
     def unused(self) -> list[str]:
-        """The tensors that nobody took."""
+        """The tensors that belong to no module."""
         left = [
             f"{module}.{'weight' if kind == 'copy' else kind}"
             for module, kinds in self._found.items()

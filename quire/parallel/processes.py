@@ -34,7 +34,7 @@ class RankHandle(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to be gone. Asks nobody."""
+        """Whether it is known to be gone, from what has been told already."""
 
     def look(self) -> bool:
         """Return whether it is ready. Raises ConfigError with what it says, EngineError where it

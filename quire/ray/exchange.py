@@ -18,7 +18,7 @@ Request = dict[str, Any]
 END_TIMEOUT_S = 10.0
 """For the application to end a request whose client has left."""
 _MAX_PIECES = 64
-"""Of an answer that nobody has taken yet."""
+"""Of an answer that has not been taken yet."""
 
 
 def request_of(scope: Message, body: bytes) -> Request:

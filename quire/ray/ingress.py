@@ -73,7 +73,7 @@ class Ingress:
             raise
         except Exception as error:
             if leaving.done():
-                return  # nobody is there to be told
+                return  # there is no peer to tell
             log_failure(logger, "a replica has not answered", error)
             if has_begun:
                 raise  # the connection ends, so that the client sees that the answer is not whole

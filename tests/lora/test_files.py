@@ -267,7 +267,7 @@ def test_forgetting_a_folder_waits_for_no_files(
 def test_an_adapter_of_the_head_is_refused_where_texts_are_scored_by_logits(
     tmp_path: Path, spec: DecoderSpec
 ) -> None:
-    """A vector is pooled before the head scores it: nobody knows its adapter there."""
+    """A vector is pooled before the head scores it, where its adapter is not known."""
     whole = write_whole_adapter(tmp_path / "whole", spec)
     check_adapter(whole, spec, AdapterLimits(16))
     with pytest.raises(CheckpointError, match="the adapter changes lm_head"):
