@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,14 +24,26 @@ NUM_REQUESTS = 10_000
 NUM_CLIENTS = 64
 
 
-async def _kill_and_start(made: list[FakeBackend], chance: random.Random) -> None:
-    """Kill one of them again and again; the others are always there."""
+async def _kill_and_start(
+    made: list[FakeBackend], chance: random.Random, num_answered: Callable[[], int]
+) -> None:
+    """Kill one of them again and again; the others are always there.
+
+    Paced by answers instead of seconds: on a slow machine a request would meet more kills than it
+    has retries.
+    """
+
+    async def pass_by(num_requests: int) -> None:
+        until = num_answered() + num_requests
+        while num_answered() < until:
+            await asyncio.sleep(0.001)
+
     while True:
         victim = chance.choice(made)
         await victim.kill()
-        await asyncio.sleep(chance.uniform(0.01, 0.1))
+        await pass_by(chance.randint(10, 50))
         await victim.start()
-        await asyncio.sleep(chance.uniform(0.01, 0.1))
+        await pass_by(chance.randint(50, 120))
 
 
 async def _ask(up: Routed, number: int) -> str:
@@ -74,7 +87,9 @@ def test_ten_thousand_requests_through_kills() -> None:
         ):
             for each in made:
                 each.gap_s = 0.001
-            killing = asyncio.create_task(_kill_and_start(made, random.Random(5)))
+            killing = asyncio.create_task(
+                _kill_and_start(made, random.Random(5), outcomes.total)
+            )
             numbers = list(range(NUM_REQUESTS))
             await asyncio.gather(*(client(up, numbers) for _ in range(NUM_CLIENTS)))
             killing.cancel()
