@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from quire.common.failures import log_failure
+from quire.common.threads import close_at_exit
 from quire.engine.front.client import EngineStatus, Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
@@ -65,6 +66,7 @@ class EngineThread:
 
     def start(self) -> None:
         self._thread.start()
+        close_at_exit(self)
 
     @property
     def is_running(self) -> bool:

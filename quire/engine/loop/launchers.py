@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from quire.common.threads import close_at_exit
 from quire.core.plan import StepPlan, StepResult
 from quire.errors import EngineError
 from quire.executor.interface import Launched
@@ -91,6 +92,7 @@ class StepThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="quire-steps", daemon=True)
             self._thread.start()
+            close_at_exit(self)
         self._todo.put((launch, plan))
 
     def collect(self) -> Launched:

@@ -1,0 +1,47 @@
+"""A script that leaves an engine open ends as if it had closed it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ASYNC = """
+import asyncio, itertools
+from quire import AsyncLLM, SamplingParams
+
+async def main():
+    llm = AsyncLLM("quire-storyteller")
+    params = SamplingParams(max_tokens=500, ignore_eos=True, n=4)
+    outputs = llm.generate("Once upon a time", params)
+    for _ in range(5):
+        await anext(outputs)
+    return llm, outputs
+
+left = asyncio.run(main())
+"""
+
+OFFLINE = """
+import _thread, threading
+from quire import LLM, SamplingParams
+
+llm = LLM("quire-storyteller")
+threading.Timer(0.5, _thread.interrupt_main).start()
+try:
+    llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=1500, ignore_eos=True))
+except KeyboardInterrupt:
+    pass
+"""
+
+
+@pytest.mark.parametrize("script", [ASYNC, OFFLINE], ids=["async", "offline"])
+def test_an_engine_left_open_in_a_step_ends_with_its_process(script: str) -> None:
+    for _ in range(2):  # of the moments at which it ends, not all were harmful
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert "leaked" not in done.stderr and "Traceback" not in done.stderr, done.stderr
