@@ -56,6 +56,8 @@ PLAIN, DISK = "no tier", "disk"
 _WRITTEN_S = 60.0
 """A disk that has not taken a request's blocks by then is not measured."""
 _POLL_S = 0.002
+_WARM_UP_LENS = (200, 60, 200)
+"""Tokens of the prompts that teach an engine what steps cost."""
 _DISK_BYTES = 40 << 30
 
 
@@ -151,7 +153,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
 def _warm_up(contenders: Sequence[Contender], args: argparse.Namespace) -> None:
     """Teach each what steps cost, and have its list of stored blocks read."""
     random = Random(1)
-    for length in (200, 60, 200):
+    for length in _WARM_UP_LENS:
         prompt = [random.randrange(10, args.vocab_size) for _ in range(length)]
         for each in contenders:
             each.ask([prompt])
@@ -261,7 +263,8 @@ def _processor_line(contenders: Mapping[str, Contender]) -> str:
 def nothing(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure bursts of prompts of which nothing is found."""
     random = Random(args.seed)
-    num_blocks = 2 * args.burst * (ceil_div(args.prompt_len, args.block_size) + 1)
+    longest = max(args.prompt_len, *_WARM_UP_LENS)
+    num_blocks = 2 * args.burst * (ceil_div(longest, args.block_size) + 1)
     ratios = list[float]()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-tiers-"))
