@@ -56,9 +56,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             return []
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         loads = [self._load(name) for name in by_name]
-        share, _ = self._balancer.send(self._ask(pending_request), loads)
-        share.end()  # it counts once it is there
-        chosen = by_name.pop(share.load.name)
+        # it counts once it is there, and may be offered elsewhere until then
+        chosen = by_name.pop(self._balancer.choose(self._ask(pending_request), loads).name)
         return [[chosen], list(by_name.values())] if by_name else [[chosen]]
 
     def on_request_routed(
@@ -66,13 +65,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     ) -> None:
         """Count a request where it is now."""
         ask, load = self._ask(pending_request), self._load(replica_id.unique_id)
-        share, _ = self._balancer.send(ask, [load])
+        share, _ = self._balancer.account(ask, load)
         self._shares[pending_request.metadata.internal_request_id] = share
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Take it out again, however it has ended."""
-        if (share := self._shares.pop(internal_request_id, None)) is not None:
+        share = self._shares.get(internal_request_id)
+        # a replica that has refused the request may be heard of after the one that has it
+        if share is not None and share.load.name == replica_id.unique_id:
             share.end()
+            del self._shares[internal_request_id]
 
     def _load(self, name: str) -> ReplicaLoad:
         if name not in self._loads:

@@ -165,7 +165,15 @@ class Balancer:
         """Choose, and account for the request; its flight, and the prompt tokens that the replica
         should have cached.
         """
-        load = self._policy.choose(ask, loads, self._memories)
+        return self.account(ask, self.choose(ask, loads))
+
+    def choose(self, ask: Ask, loads: Loads) -> ReplicaLoad:
+        """Return the replica for a request, which is not sent there yet."""
+        return self._policy.choose(ask, loads, self._memories)
+
+    def account(self, ask: Ask, load: ReplicaLoad) -> tuple[LoadShare, int]:
+        """Account for a request that goes to a replica, however it was chosen; returns what `send`
+        does."""
         memory = self._memories[load.name]
         num_uncached = ask.num_uncached(memory.match(ask.chunks))
         memory.add(ask)
