@@ -31,7 +31,7 @@ def application(settings: RaySettings) -> serve.Application:
         name="Ingress", num_replicas=settings.num_ingresses, max_ongoing_requests=1024,
         ray_actor_options={"num_cpus": 0},
     )  # fmt: skip
-    return ingress.bind(replicas.bind(settings), settings.max_body_bytes)
+    return ingress.bind(replicas.bind(settings), settings.api_config)
 
 
 def _replica_options(settings: RaySettings) -> dict[str, Any]:
@@ -49,7 +49,11 @@ def _replica_options(settings: RaySettings) -> dict[str, Any]:
     }
     if config.num_processes > 1:
         # The replica's actor is in the first bundle, its engine's other processes in the others.
-        options["placement_group_bundles"] = [{"CPU": cpus["num_cpus"]}] * config.num_processes
+        each = {"CPU": cpus["num_cpus"]}
+        first = {**each, **actor.get("resources", {})}
+        if "num_gpus" in actor:
+            first["GPU"] = actor["num_gpus"]
+        options["placement_group_bundles"] = [first, *[each] * (config.num_processes - 1)]
         options["placement_group_strategy"] = given.get("placement_group_strategy", "PACK")
     if "num_replicas" in given:
         options["num_replicas"] = given["num_replicas"]

@@ -22,9 +22,14 @@ _MAX_PIECES = 64
 
 
 def request_of(scope: Message, body: bytes) -> Request:
-    """Return an ASGI request as values that can be sent."""
+    """Return an ASGI request as values that can be sent. The path is as it came, behind the prefix
+    under which Serve has the application."""
+    path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+    prefix = scope.get("root_path", "")
+    if prefix and (path == prefix or path.startswith(f"{prefix}/")):
+        path = path[len(prefix) :] or "/"
     return {
-        "method": scope["method"], "path": scope["path"], "query_string": scope["query_string"],
+        "method": scope["method"], "path": path, "query_string": scope["query_string"],
         "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],
         "body": body, "client": scope.get("client"),
     }  # fmt: skip

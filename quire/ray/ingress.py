@@ -5,23 +5,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from quire.common.failures import log_failure
+from quire.config.api import ApiConfig
 from quire.ray.exchange import Message, Receive, Send, request_of
+from quire.server.http.body import read_body
+from quire.server.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
+_NO_REPLICA = ApiError(
+    503, "no replica can answer now; try again", code="no_replica", headers={"retry-after": "1"}
+)
 
 
 class Ingress:
     """What Serve calls a deployment's class."""
 
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+    def __init__(self, replicas: Any, api: ApiConfig) -> None:
         """`replicas` is a handle of the replicas' deployment."""
         self._replicas = replicas.options(stream=True, method_name="forward")
-        self._max_body_bytes = max_body_bytes
+        self._api = api
 
     def __serve_build_asgi_app__(self) -> Any:  # Serve's name
         async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -34,25 +41,18 @@ class Ingress:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            body = await self._body(receive)
-            if body is None:
-                await _refuse(send, 413, f"the body is larger than {self._max_body_bytes} bytes")
+            try:
+                body = await read_body(
+                    receive,
+                    max_bytes=self._api.max_body_bytes,
+                    timeout_s=self._api.body_timeout_s,
+                )
+            except ApiError as error:
+                await _refuse(send, error)
+            except ClientDisconnect:
+                return  # there is no peer to tell
             else:
                 await self._pass_on(scope, body, receive, send)
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the whole body; None where it is too long, or its client has left."""
-        parts, num_bytes = [], 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return None
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            if num_bytes > self._max_body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return b"".join(parts)
 
     async def _pass_on(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         answer, has_begun = self._replicas.remote(request_of(scope, body)), False
@@ -77,7 +77,7 @@ class Ingress:
             log_failure(logger, "a replica has not answered", error)
             if has_begun:
                 raise  # the connection ends, so that the client sees that the answer is not whole
-            await _refuse(send, 503, "no replica can answer now; try again")
+            await _refuse(send, _NO_REPLICA)
         finally:
             leaving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -89,14 +89,11 @@ async def _wait_for_leaving(receive: Receive) -> None:
         pass
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    kind = "invalid_request_error" if status < 500 else "service_unavailable"
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}})
-    headers = [(b"content-type", b"application/json")]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body.encode(), "more_body": False})
+async def _refuse(send: Send, error: ApiError) -> None:
+    headers = {"content-type": "application/json", **error.headers}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
+    await send({"type": "http.response.body", "body": error.encode(), "more_body": False})
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
 from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import Client
@@ -42,7 +41,7 @@ class EngineReplica:
         prepared = await loop.run_in_executor(
             None, lambda: prepare_model(config, is_for_here=False)
         )
-        api, watch = ApiConfig(**settings.api), ServeConfig()
+        api, watch = settings.api_config, ServeConfig()
         keys = read_keys(api, os.environ.get("QUIRE_API_KEYS"))
         self._drain_timeout_s = watch.drain_timeout
         self._client = Client(

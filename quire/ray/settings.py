@@ -18,6 +18,14 @@ _REPLICA_KEYS = (
     "upscale_delay_s", "downscale_delay_s", "target_waiting_tokens", "target_ongoing_requests",
     "metrics_interval_s", "look_back_period_s", "placement_group_strategy", "num_gpus", "resources",
 )  # fmt: skip
+_SCALING_KEYS = frozenset(
+    {
+        "min_replicas", "max_replicas", "initial_replicas", "upscale_delay_s", "downscale_delay_s",
+        "target_waiting_tokens", "target_ongoing_requests", "metrics_interval_s",
+        "look_back_period_s",
+    }
+)  # fmt: skip
+"""Of these, what means nothing where the number is fixed."""
 _ROUTING_KEYS = ("policy", "chunk_bytes", "session_header")
 
 
@@ -51,6 +59,13 @@ class RaySettings:
                     f"{name}={getattr(settings, name)!r} must be a mapping of options"
                 )
         _check_keys("replicas", settings.replicas, _REPLICA_KEYS)
+        scaling = sorted(_SCALING_KEYS & settings.replicas.keys())
+        if "num_replicas" in settings.replicas and scaling:
+            raise ConfigError(
+                f"replicas: {', '.join(scaling)} say how the number of replicas follows the load, "
+                f"and num_replicas={settings.replicas['num_replicas']!r} fixes it; give one or the "
+                "other"
+            )
         _check_keys("routing", settings.routing, _ROUTING_KEYS)
         if settings.policy not in POLICIES:
             raise ConfigError(
@@ -66,6 +81,11 @@ class RaySettings:
             raise ConfigError(
                 f"distributed_executor_backend={config.distributed_executor_backend!r}: the "
                 "processes of a replica are placed by Ray here; leave it out"
+            )
+        if config.num_processes == 1 and "placement_group_strategy" in settings.replicas:
+            raise ConfigError(
+                "replicas: placement_group_strategy has no effect, as a replica is one process; "
+                "give tensor_parallel_size, or leave it out"
             )
         return settings
 
@@ -83,9 +103,9 @@ class RaySettings:
         return str(self.routing.get("policy", "kv-aware"))
 
     @property
-    def max_body_bytes(self) -> int:
-        """Of a request."""
-        return ApiConfig(**self.api).max_body_bytes
+    def api_config(self) -> ApiConfig:
+        """The API's options. Raises ConfigError."""
+        return ApiConfig(**self.api)
 
 
 def _check_keys(what: str, given: Mapping[str, Any], known: Any) -> None:

@@ -4,13 +4,16 @@ request, the ingress, and when there are to be more replicas."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quire.config.api import ApiConfig
 from quire.errors import ConfigError
 from quire.ray.autoscaling import METRIC, WaitingTokens
 from quire.ray.exchange import Message, Receive, Send, request_of, run
@@ -29,6 +32,9 @@ from quire.ray.settings import RaySettings
         ({"model": "m", "replicas": {"count": 2}}, "replicas: unknown key 'count'"),
         ({"model": "m", "routing": {"policy": "best"}}, "no routing policy 'best'"),
         ({"model": "m", "num_ingresses": 0}, "num_ingresses=0 must be at least 1"),
+        ({"model": "m", "replicas": {"num_replicas": 2, "max_replicas": 4}},
+         "max_replicas say how the number .* num_replicas=2 fixes it"),
+        ({"model": "m", "replicas": {"placement_group_strategy": "SPREAD"}}, "is one process"),
         (
             {"model": "m", "engine": {"tensor_parallel_size": 2,
                                       "distributed_executor_backend": "mp"}},
@@ -103,6 +109,22 @@ def test_an_answer_comes_back_in_pieces() -> None:
     assert pieces == [b"POST /v1/completions?a=1 ", b"body"]
 
 
+@pytest.mark.parametrize(
+    ("root_path", "path", "seen"),
+    [
+        ("", "/v1/models/a%2Fb", "/v1/models/a%2Fb"),
+        ("/llm", "/llm/v1/models/a%2Fb", "/v1/models/a%2Fb"),
+        ("/llm", "/llm", "/"),
+        ("/llm", "/llmx", "/llmx"),
+    ],
+)
+def test_a_replica_sees_the_path_behind_the_prefix_of_its_application(
+    root_path: str, path: str, seen: str
+) -> None:
+    scope = SCOPE | {"path": path.replace("%2F", "/"), "raw_path": path.encode()}
+    assert request_of(scope | {"root_path": root_path}, b"")["path"] == seen
+
+
 def test_an_application_is_told_that_its_client_has_left() -> None:
     heard: list[str] = []
 
@@ -162,6 +184,10 @@ class Handle:
         return self
 
 
+def ingress_of(make: Callable[[dict[str, Any]], Answer], **api: Any) -> Ingress:
+    return Ingress(Handle(make), ApiConfig(**api))
+
+
 async def exchange(ingress: Ingress, body: bytes, *, leaves: bool = False) -> list[Message]:
     sent: list[Message] = []
     parts = [body[:5], body[5:]]
@@ -182,7 +208,7 @@ async def exchange(ingress: Ingress, body: bytes, *, leaves: bool = False) -> li
 
 def test_the_ingress_passes_on_whole_bodies_and_pieces_of_answers() -> None:
     async def ask() -> list[Message]:
-        ingress = Ingress(Handle(lambda request: Answer(run(echo, request))), 100)
+        ingress = ingress_of(lambda request: Answer(run(echo, request)))
         return await exchange(ingress, b"0123456789")
 
     start, *pieces = asyncio.run(ask())
@@ -195,8 +221,26 @@ def test_a_body_that_is_too_large_never_reaches_a_replica() -> None:
     def never(request: dict[str, Any]) -> Answer:
         raise AssertionError("it was passed on")
 
-    start, end = asyncio.run(exchange(Ingress(Handle(never), 9), b"0123456789"))
+    start, end = asyncio.run(exchange(ingress_of(never, max_body_bytes=9), b"0123456789"))
     assert start["status"] == 413 and b"larger than 9 bytes" in end["body"]
+
+
+def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    def never(request: dict[str, Any]) -> Answer:
+        raise AssertionError("it was passed on")
+
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing comes")
+
+    async def send(message: Message) -> None:
+        sent.append(dict(message))
+
+    ingress = ingress_of(never, body_timeout_s=0.1)
+    asyncio.run(asyncio.wait_for(ingress.answer(SCOPE, receive, send), 30))
+    assert sent[0]["status"] == 408 and b"did not arrive within 0.1 s" in sent[1]["body"]
 
 
 def test_replicas_that_are_gone_are_an_error_that_says_try_again() -> None:
@@ -204,7 +248,7 @@ def test_replicas_that_are_gone_are_an_error_that_says_try_again() -> None:
         raise ConnectionError("the replica is gone")
         yield
 
-    start, end = asyncio.run(exchange(Ingress(Handle(lambda _: Answer(gone())), 99), b"{}"))
+    start, end = asyncio.run(exchange(ingress_of(lambda _: Answer(gone())), b"{}"))
     assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
     assert json.loads(end["body"])["error"]["message"] == "no replica can answer now; try again"
 
@@ -217,7 +261,7 @@ def test_a_request_whose_client_leaves_is_cancelled() -> None:
             raise ConnectionError("cancelled")
 
         answer = Answer(pieces())
-        return await exchange(Ingress(Handle(lambda _: answer), 99), b"{}", leaves=True)
+        return await exchange(ingress_of(lambda _: answer), b"{}", leaves=True)
 
     assert [each["type"] for each in asyncio.run(ask())] == ["http.response.start"]
 
@@ -233,7 +277,96 @@ def test_the_ingress_starts_and_ends() -> None:
         async def send(message: Message) -> None:
             said.append(message["type"])
 
-        await Ingress(Handle(lambda _: None), 9).answer({"type": "lifespan"}, receive, send)  # type: ignore[arg-type, return-value]
+        await ingress_of(lambda _: None).answer({"type": "lifespan"}, receive, send)  # type: ignore[arg-type, return-value]
         return said
 
     assert asyncio.run(live()) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+# ---- which replica ----
+
+
+@pytest.fixture
+def prefix_router(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
+    """The class, over as much of Ray's as it uses."""
+
+    class RequestRouter:
+        def update_replicas(self, replicas: list[Any]) -> None:
+            pass
+
+    names = ("PendingRequest", "ReplicaID", "ReplicaResult", "RunningReplica")
+    stub = ModuleType("ray.serve.request_router")
+    vars(stub).update(dict.fromkeys(names, object), RequestRouter=RequestRouter)
+    modules = {"ray": ModuleType("ray"), "ray.serve": ModuleType("ray.serve"), stub.__name__: stub}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "quire.ray.prefix_router", raising=False)
+    yield importlib.import_module("quire.ray.prefix_router").PrefixRouter
+    sys.modules.pop("quire.ray.prefix_router", None)
+
+
+class Routing:
+    """What Serve does with a router."""
+
+    def __init__(self, router: Any, num_replicas: int, **state: Any) -> None:
+        self.router, self._num_sent = router, 0
+        self.router.initialize_state(**state)
+        self.replicas = [
+            SimpleNamespace(replica_id=SimpleNamespace(unique_id=f"r{number}"))
+            for number in range(num_replicas)
+        ]
+        router.update_replicas(self.replicas)
+
+    def send(self, prompt: str, *, refuses: str = "") -> tuple[str, str]:
+        """Return the replica that takes it, and the request's number; one may refuse it."""
+        self._num_sent += 1
+        number = str(self._num_sent)
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        pending = SimpleNamespace(
+            args=[{"headers": [], "body": body}],
+            metadata=SimpleNamespace(internal_request_id=number),
+        )
+        ranks = asyncio.run(self.router.choose_replicas(self.replicas, pending))
+        taken = next(each for rank in ranks for each in rank if name_of(each) != refuses)
+        self.router.on_request_routed(pending, taken.replica_id, None)
+        return name_of(taken), number
+
+    def num_prefill(self, name: str) -> int:
+        found: int = self.router._load(name).num_prefill_tokens
+        return found
+
+
+def name_of(replica: Any) -> str:
+    return str(replica.replica_id.unique_id)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_replicas_take_turns(prefix_router: type[Any], num_replicas: int) -> None:
+    routing = Routing(prefix_router(), num_replicas, policy="round-robin")
+    chosen = [routing.send("a")[0] for _ in range(2 * num_replicas)]
+    assert chosen == [f"r{number}" for number in range(num_replicas)] * 2
+
+
+def test_a_prompt_in_flight_counts_until_it_is_answered(prefix_router: type[Any]) -> None:
+    routing = Routing(prefix_router(), 2, policy="least-load")
+    name, number = routing.send("long " * 4000)
+    assert routing.num_prefill(name) >= 5000
+    assert {routing.send(f"{place}")[0] for place in range(4)} == {"r0", "r1"} - {name}
+    routing.router.on_request_completed(SimpleNamespace(unique_id=name), number)
+    assert routing.num_prefill(name) == 0
+
+
+def test_a_beginning_is_known_of_the_replica_that_took_it(prefix_router: type[Any]) -> None:
+    routing = Routing(prefix_router(), 2)
+    prompt = "The knight went into the forest. " * 100
+    refused, _ = Routing(prefix_router(), 2).send(prompt)
+    taken, number = routing.send(prompt, refuses=refused)
+    assert taken != refused
+    # heard of later than of the one that took it
+    routing.router.on_request_completed(SimpleNamespace(unique_id=refused), number)
+    assert routing.num_prefill(taken) > 0
+    routing.router.on_request_completed(SimpleNamespace(unique_id=taken), number)
+    for _ in range(3):
+        again, number = routing.send(prompt)
+        routing.router.on_request_completed(SimpleNamespace(unique_id=again), number)
+        assert again == taken
