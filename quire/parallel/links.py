@@ -130,12 +130,16 @@ def dial(
 def prepare(sock: socket.socket, silence_s: float) -> int:
     """Return the descriptor of a connection for what ranks exchange; `sock` has it no more. A
     connection whose other end's host is cut off ends by itself some time after `silence_s`, also
-    while nothing is sent."""
+    while nothing is sent, or what was sent is not acknowledged. A process that is stopped
+    acknowledges as before, until its host has no room for more signs of life."""
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(silence_s))
-    for name, value in (("TCP_KEEPIDLE", seconds), ("TCP_KEEPINTVL", seconds), ("TCP_KEEPCNT", 3)):
+    for name, value in (
+        ("TCP_KEEPIDLE", seconds), ("TCP_KEEPINTVL", seconds), ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 4000 * seconds),  # else the system tries for 15 minutes
+    ):  # fmt: skip
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return sock.detach()

@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +135,49 @@ def test_a_rank_that_says_nothing_is_noticed() -> None:
         while not two.native.is_lost and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert two.native.is_lost, "the other end does not know that the group is over"
+
+
+CUT = """
+import fcntl, socket, struct, sys, time
+from quire.parallel.links import prepare
+
+
+def set_loopback(is_up):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, 0x8914, struct.pack("16sh", b"lo", int(is_up)))  # SIOCSIFFLAGS
+
+
+set_loopback(True)
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    near = socket.create_connection(listener.getsockname())
+    far, _ = listener.accept()
+near, far = (socket.socket(fileno=prepare(each, 1.0)) for each in (near, far))
+set_loopback(False)
+deadline_s = time.monotonic() + 60.0
+while time.monotonic() < deadline_s:
+    try:
+        if sys.argv[1] == "beats":
+            near.send(b"x", socket.MSG_DONTWAIT)
+        near.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        time.sleep(0.25)
+    except OSError:
+        print("ended")
+        break
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signs", ["beats", "none"])
+def test_connections_to_a_host_that_is_cut_off_end(signs: str) -> None:
+    alone = ("unshare", "--map-root-user", "--net")  # a network of its own, to be cut off in
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("this system gives no network of one's own")
+    ran = subprocess.run(
+        [*alone, sys.executable, "-c", CUT, signs], check=True, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert ran.stdout == "ended\n"
 
 
 @pytest.mark.parametrize(
