@@ -324,7 +324,7 @@ class PromptEncoder:
                 return None
             return len(encode_chat(tokenizer, marked[: _num_common(text, marked)]))
 
-        num_tokens = await self.work(len(text), count)
+        num_tokens = await self.work(max(len(text), conversation.num_body_bytes), count)
         if num_tokens is not None:
             for place, image in images:
                 num_tokens += image.num_tokens - 1 if place < num_tokens else 0

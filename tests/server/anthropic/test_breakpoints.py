@@ -56,6 +56,8 @@ def test_the_longest_time_counts_and_what_reaches_further_for_less() -> None:
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
     "{% for each in messages %}[{{ each.role }} says {{ each.content | trim }}"
+    "{% if each.tool_calls and each.content and 'Let me' not in each.content %}"
+    "{{ raise_exception('it speaks while it calls') }}{% endif %}"
     "{% for call in each.tool_calls or [] %} and calls {{ call.function.name }} "
     "{{ call.function.arguments | tojson }}{% endfor %}]{% endfor %}{# <tool_call> #}"
 )
@@ -148,6 +150,21 @@ def test_every_kind_of_block_can_end_what_is_kept(client: httpx.Client) -> None:
     assert counts[0] > 0 and counts[-1] < whole, counts
     assert all(one <= next_ for one, next_ in itertools.pairwise(counts)), counts
     assert len(set(counts)) >= 5, counts
+
+
+def test_a_template_that_takes_no_mark_refuses_no_request(client: httpx.Client) -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "look", "input": {"thing": "ball"}}
+    thought = {"type": "thinking", "thinking": "A ball?", "signature": ""}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": 2 * STORY},
+        {"role": "assistant", "content": [{**thought, "cache_control": SHORT}, use]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": STORY}],
+        },
+    ]
+    whole = num_tokens(client, tools=[TOOL], messages=turns)
+    assert num_kept(client, tools=[TOOL], messages=turns) == whole // 16
 
 
 def test_a_block_that_the_template_passes_over_ends_where_it_stands() -> None:

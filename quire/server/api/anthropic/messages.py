@@ -3,10 +3,12 @@ calls."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -18,6 +20,7 @@ from starlette.types import Receive
 from quire.core.params import SamplingParams
 from quire.core.request_spec import Keep
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.errors import RequestError
 from quire.server.api.answer_format import AnswerFormat
 from quire.server.api.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
 from quire.server.api.anthropic.breakpoints import (
@@ -289,9 +292,10 @@ class Messages:
 
     async def _kept(self, body: MessageRequest, encoded: _Encoded) -> tuple[Keep, ...]:
         """Return what `cache_control` keeps: prompts up to the blocks that carry one."""
-        kept = list[Keep]()
-        for place, seconds in breakpoints(
-            body.cache_control, body.tools, body.system, encoded.turns
+        kept, turns = list[Keep](), encoded.turns
+        for place, seconds in await off_loop(
+            encoded.conversation.num_body_bytes,
+            lambda: breakpoints(body.cache_control, body.tools, body.system, turns),
         ):
             num_tokens = None if place is None else await self._num_tokens_to(place, body, encoded)
             if num_tokens is not None or place is None or not place.is_tool:
@@ -302,20 +306,28 @@ class Messages:
         self, place: BlockPlace, body: MessageRequest, encoded: _Encoded
     ) -> int | None:
         """Return the tokens of a prompt up to the end of a block; None where the template does not
-        show what stands there."""
+        show what stands there, or takes no more than what is there."""
         prompt, conversation = encoded.prompt, encoded.conversation
         mark, tools = f"m{secrets.token_hex(8)}", conversation.tools
         if tools is not None:
             tools = replace(tools, shown=marked_tools(place, body.tools, tools.shown, mark))
         system = text_of(marked_system(place, body.system or None, mark), "system")
-        for is_behind in (False, True):
+
+        def marked(*, is_behind: bool) -> Conversation:
             turns = marked_turns(place, encoded.turns, mark, is_behind=is_behind)
-            marked = replace(conversation, messages=messages_of(turns, system), tools=tools)
-            num_tokens = await self._api.prompts.num_tokens_before(
-                mark, marked, prompt.text, prompt.images
-            )
-            if num_tokens is not None:
-                return num_tokens
+            return replace(conversation, messages=messages_of(turns, system), tools=tools)
+
+        for is_behind in (False, True):
+            # the request itself has been taken, whatever becomes of a mark in it
+            with contextlib.suppress(ApiError, RequestError):
+                shown = await off_loop(
+                    conversation.num_body_bytes, partial(marked, is_behind=is_behind)
+                )
+                num_tokens = await self._api.prompts.num_tokens_before(
+                    mark, shown, prompt.text, prompt.images
+                )
+                if num_tokens is not None:
+                    return num_tokens
         return None
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
