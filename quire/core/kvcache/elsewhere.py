@@ -31,6 +31,8 @@ class StoredElsewhere:
 
     def __init__(self) -> None:
         self._tiers: dict[StoreMedium, dict[bytes, None]] = {"host": {}, "disk": {}}
+        self._num_stored = 0
+        """Digests that any tier has: a disk has a million, and they are counted in every step."""
         self.watchers: list[ElsewhereWatcher] = []
 
     def __contains__(self, digest: bytes) -> bool:
@@ -41,10 +43,7 @@ class StoredElsewhere:
         yield from dict.fromkeys(digest for tier in self._tiers.values() for digest in tier)
 
     def __len__(self) -> int:
-        host, disk = self._tiers["host"], self._tiers["disk"]
-        if not host or not disk:
-            return len(host) + len(disk)
-        return len(host.keys() | disk.keys())
+        return self._num_stored
 
     def by_tier(self) -> list[tuple[StoreMedium, Collection[bytes]]]:
         """Return the digests of each tier."""
@@ -53,7 +52,8 @@ class StoredElsewhere:
     def add(self, medium: StoreMedium, digests: Iterable[bytes]) -> None:
         """Note what a tier stores now."""
         tier = self._tiers[medium]
-        new = tuple(digest for digest in digests if digest not in tier)
+        new = tuple(dict.fromkeys(digest for digest in digests if digest not in tier))
+        self._num_stored += sum(digest not in self for digest in new)
         tier.update(dict.fromkeys(new))
         if new:
             for watcher in self.watchers:
@@ -64,9 +64,10 @@ class StoredElsewhere:
         known = tuple(digests)
         for name, tier in self._tiers.items():
             if medium in (None, name):
-                gone = tuple(digest for digest in known if digest in tier)
+                gone = tuple(dict.fromkeys(digest for digest in known if digest in tier))
                 for digest in gone:
                     del tier[digest]
+                self._num_stored -= sum(digest not in self for digest in gone)
                 if gone:
                     for watcher in self.watchers:
                         watcher.removed_elsewhere(name, gone)
