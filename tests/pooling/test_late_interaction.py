@@ -191,6 +191,44 @@ def test_queries_are_filled_up_with_tokens_that_none_attends_to(
         assert {len(each.prompt_token_ids) for each in together} == {length}
 
 
+def test_token_ids_that_fill_up_alone_are_a_query_of_their_own(
+    pylate: Callable[..., tuple[Path, Any]],
+) -> None:
+    """Each sees the first one at least, also where there are more than a window has."""
+    folder, _ = pylate("modernbert", query_length=9)
+    with closing(LLM(str(folder), dtype="float32")) as llm:
+        mask = llm.get_tokenizer().convert_tokens_to_ids("[MASK]")
+        params = PoolingParams(prompt_name="query")
+        prompts: list[Any] = [
+            QUERY, *({"prompt_token_ids": [mask] * count} for count in (1, 4, 9, 90))
+        ]  # fmt: skip
+        together = llm.encode(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, together, strict=True):
+            [alone] = llm.encode([prompt], params, use_tqdm=False)
+            assert np.isfinite(output.outputs.data).all()
+            assert alone.outputs.data.tobytes() == output.outputs.data.tobytes()
+
+
+def test_the_end_of_a_query_is_no_filler(
+    pylate: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Where there is no mask token, queries are filled up with the token that ends them."""
+    prompts = {"query_prefix": "lovely", "document_prefix": "today"}
+    folder, reference = pylate("bert", query_length=9, **prompts)
+    config = tmp_path / "tokenizer_config.json"
+    named = {**json.loads(config.read_text()), "mask_token": None, "eos_token": "[SEP]"}
+    config.write_text(json.dumps({name: each for name, each in named.items() if each}))
+    with closing(LLM(str(folder), dtype="float32")) as llm:
+        params = PoolingParams(prompt_name="query")
+        [output] = llm.encode("A", params, use_tqdm=False)
+        ids = _marked(llm, "lovely", "A")
+        num_unseen = 9 - len(ids)
+        ids += [ids[-1]] * num_unseen
+        assert output.prompt_token_ids == ids and num_unseen > 0
+        wanted = vectors(folder, reference, ids, set(), num_unseen)
+        np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
+
+
 def test_the_server_fills_queries_up_as_the_library_does(
     pylate: Callable[..., tuple[Path, Any]], texts: list[str], serve: Callable[..., Any]
 ) -> None:

@@ -60,14 +60,15 @@ class LateTexts:
         return ids + [self._filler(expansion.token)] * (expansion.length - len(ids))
 
     def num_unseen(self, token_ids: Sequence[int]) -> int:
-        """Tokens at the end of a query that fill it up and that no token attends to."""
-        expansion = self.late.expansion
-        if expansion is None or expansion.is_attended:
+        """Tokens at the end of a query that fill it up and that no token attends to: those that
+        `encode` adds. Of other token ids, so many that each attends to one at least."""
+        expansion, num_tokens = self.late.expansion, len(token_ids)
+        if expansion is None or expansion.is_attended or num_tokens > expansion.length:
             return 0
-        filler, count = self._filler(expansion.token), 0
-        while count < len(token_ids) and token_ids[-1 - count] == filler:
-            count += 1
-        return count
+        filler, (_, after) = self._filler(expansion.token), self.texts.tokenizer.affixes
+        # the token that ends a text may be the one that fills it up
+        count = _num_equal(token_ids, filler) - _num_equal(after, filler)
+        return max(0, min(count, num_tokens - 1))
 
     def counts(self, token_ids: Sequence[int], *, is_query: bool) -> NDArray[np.bool_]:
         """Which tokens' vectors count, bool [tokens]."""
@@ -113,3 +114,11 @@ class LateTexts:
                 param="prompt",
             )
         return found
+
+
+def _num_equal(token_ids: Sequence[int], token_id: int) -> int:
+    """Return how many tokens at the end are this one."""
+    count = 0
+    while count < len(token_ids) and token_ids[-1 - count] == token_id:
+        count += 1
+    return count
