@@ -8,6 +8,7 @@ a stage computes goes to all ranks of the next one, and from the last to the fir
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -123,6 +124,9 @@ class Sections:
         self.shape, self._silence_s = shape, silence_s
         self._memories = [SharedMemory(fileno, command_bytes) for fileno in filenos]
         self.joined: list[Joined] = []
+        self._beating = threading.Lock()
+        """Held while signs of life are given: connections that are used then outlive a reset, whose
+        end would be taken for the loss of a rank by those that follow."""
 
     @staticmethod
     def create(shape: GroupShape, command_bytes: int) -> list[int]:
@@ -169,8 +173,9 @@ class Sections:
 
     def beat(self) -> None:
         """Give a sign of life in every section that this process is part of."""
-        for each in self.joined:
-            each.exchange.native.beat()
+        with self._beating:
+            for each in self.joined:
+                each.exchange.native.beat()
 
     def observers(self) -> list[Exchange]:
         """Return one for each section, to say that a process is lost, or to begin anew; they take
@@ -180,8 +185,9 @@ class Sections:
 
     def reset(self) -> None:
         """Begin anew, once all other processes have ended."""
-        for each in self.joined:
-            each.exchange.native.reset()
+        with self._beating:
+            for each in self.joined:
+                each.exchange.native.reset()
 
     def _entry(self, stage: int) -> int:
         return self.shape.num_stages + stage - 1

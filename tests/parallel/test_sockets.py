@@ -27,7 +27,7 @@ from quire.kernels import cpu
 from quire.kernels.exchange import Exchange
 from quire.parallel import links, transports
 from quire.parallel.links import Doorway, dial, receive_record
-from quire.parallel.sections import GroupShape, Sections
+from quire.parallel.sections import GroupShape, Joined, Sections
 from quire.parallel.shared_memory import GATHER_BYTES, Kind, RankCommand, SharedMemory
 from quire.parallel.transports import GroupMemory, SocketTransport, join
 
@@ -135,6 +135,35 @@ def test_a_rank_that_says_nothing_is_noticed() -> None:
         while not two.native.is_lost and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert two.native.is_lost, "the other end does not know that the group is over"
+
+
+def test_a_sign_of_life_uses_no_connection_of_a_group_that_is_over() -> None:
+    """Connections end with those who use them last, and their end would lose a rank of the next
+    group."""
+    sections, said = Sections([-1], GroupShape(1, 2), COMMAND_BYTES, 5.0), list[str]()
+    is_beating, may_end = threading.Event(), threading.Event()
+
+    class Native:
+        def beat(self) -> None:
+            is_beating.set()
+            assert may_end.wait(60)
+            said.append("beat")
+
+        def reset(self) -> None:
+            said.append("reset")
+
+    memory, _ = sections.exchange(0, 0)
+    native: Any = Native()
+    sections.joined[:] = [Joined(0, 0, 2, memory, Exchange(native, 0, 2, memory))]
+    calls = [threading.Thread(target=each) for each in (sections.beat, sections.reset)]
+    calls[0].start()
+    assert is_beating.wait(60)
+    calls[1].start()
+    time.sleep(0.05)  # in which it would be through
+    may_end.set()
+    for each in calls:
+        each.join(60)
+    assert said == ["beat", "reset"]
 
 
 CUT = """
