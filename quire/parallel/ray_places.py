@@ -248,9 +248,9 @@ def _given_group(name: str | None) -> PlacementGroup | None:
     if name is None:
         found: PlacementGroup | None = ray.util.get_current_placement_group()
         return found
-    if name.startswith(BY_ID):  # that of another job, whose names are not this one's
-        return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name.removeprefix(BY_ID))))
     try:
+        if name.startswith(BY_ID):  # that of another job, whose names are not this one's
+            return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name.removeprefix(BY_ID))))
         return ray.util.get_placement_group(name)
     except ValueError:
         raise ConfigError(

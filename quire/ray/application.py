@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.common.extras import needs_extra
+from quire.errors import ConfigError
 from quire.ray.autoscaling import WaitingTokens
 from quire.ray.settings import DEFAULT_TARGET_TOKENS, RaySettings
 
@@ -25,8 +26,11 @@ _MAX_ONGOING = 256
 
 
 def application(settings: RaySettings) -> serve.Application:
-    """Return what `serve.run` takes."""
-    replicas = serve.deployment(EngineReplica).options(**_replica_options(settings))
+    """Return what `serve.run` takes. Raises ConfigError for numbers that Serve does not take."""
+    try:
+        replicas = serve.deployment(EngineReplica).options(**_replica_options(settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"replicas: Ray Serve does not take this: {error}") from None
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="Ingress", num_replicas=settings.num_ingresses, max_ongoing_requests=1024,
         ray_actor_options={"num_cpus": 0},

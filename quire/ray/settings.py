@@ -49,6 +49,8 @@ class RaySettings:
     def of(cls, args: Mapping[str, Any]) -> RaySettings:
         """Make settings of what is given. Raises ConfigError for what is unknown or wrong, here and
         not on a node."""
+        if not isinstance(args, Mapping):
+            raise ConfigError(f"build_app needs a mapping of arguments, not {args!r:.80}")
         if not args.get("model"):
             raise ConfigError("build_app needs a model: the name or folder of one, as model=...")
         _check_keys("build_app", args, [each.name for each in fields(cls)])
@@ -72,8 +74,11 @@ class RaySettings:
                 f"there is no routing policy {settings.policy!r}; choose one of "
                 f"{', '.join(POLICIES)}"
             )
-        if not isinstance(settings.num_ingresses, int) or settings.num_ingresses < 1:
-            raise ConfigError(f"num_ingresses={settings.num_ingresses!r} must be at least 1")
+        _check_positive("num_ingresses", settings.num_ingresses, is_whole=True)
+        _check_positive("chunk_bytes", settings.routing.get("chunk_bytes", 1), is_whole=True)
+        _check_positive("target_waiting_tokens", settings.replicas.get("target_waiting_tokens", 1))
+        if not isinstance(header := settings.routing.get("session_header", ""), str):
+            raise ConfigError(f"session_header={header!r} must be the name of a header")
         _check_keys("api", settings.api, [each.name for each in fields(ApiConfig)])
         ApiConfig(**settings.api)
         config = settings.engine_config()
@@ -112,3 +117,10 @@ def _check_keys(what: str, given: Mapping[str, Any], known: Any) -> None:
     for name in given:
         if name not in known:
             raise ConfigError(f"{what}: unknown key {name!r}; known are {', '.join(known)}")
+
+
+def _check_positive(name: str, value: Any, *, is_whole: bool = False) -> None:
+    kinds: Any = int if is_whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
+        kind = "a whole number of at least 1" if is_whole else "a number above 0"
+        raise ConfigError(f"{name}={value!r} must be {kind}")

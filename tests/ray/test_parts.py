@@ -31,7 +31,11 @@ from quire.ray.settings import RaySettings
         ({"model": "m", "api": {"max_body": 1}}, "api: unknown key 'max_body'"),
         ({"model": "m", "replicas": {"count": 2}}, "replicas: unknown key 'count'"),
         ({"model": "m", "routing": {"policy": "best"}}, "no routing policy 'best'"),
-        ({"model": "m", "num_ingresses": 0}, "num_ingresses=0 must be at least 1"),
+        ("m", "needs a mapping of arguments"),
+        ({"model": "m", "num_ingresses": "2"}, "num_ingresses='2' must be a whole number"),
+        ({"model": "m", "routing": {"chunk_bytes": 0}}, "chunk_bytes=0 must be a whole number"),
+        ({"model": "m", "routing": {"session_header": 5}}, "session_header=5 must be the name"),
+        ({"model": "m", "replicas": {"target_waiting_tokens": 0}}, "=0 must be a number above 0"),
         ({"model": "m", "replicas": {"num_replicas": 2, "max_replicas": 4}},
          "max_replicas say how the number .* num_replicas=2 fixes it"),
         ({"model": "m", "replicas": {"placement_group_strategy": "SPREAD"}}, "is one process"),
@@ -42,7 +46,7 @@ from quire.ray.settings import RaySettings
         ),
     ],
 )  # fmt: skip
-def test_a_mistake_is_said_before_anything_is_deployed(args: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_said_before_anything_is_deployed(args: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RaySettings.of(args)
 
