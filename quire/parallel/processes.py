@@ -22,7 +22,7 @@ from quire.errors import ConfigError, EngineError
 BEAT_INTERVAL_S = 0.25
 _LOOK_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 10.0
-_MAX_ANSWER_CHARS = 4096
+_MAX_ANSWER_CHARS = 1 << 16
 
 
 class RankHandle(Protocol):

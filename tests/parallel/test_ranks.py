@@ -16,8 +16,17 @@ from ranks import LATENT, OLMOE, answers, engine_of, needs_ranks, ranks_of, writ
 
 from quire.errors import ConfigError
 from quire.kernels.cpu.program import NativeProgram
+from quire.parallel.processes import RankProcess
 
 pytestmark = needs_ranks
+
+
+def test_a_process_that_cannot_be_built_says_why_at_whatever_length() -> None:
+    script = "import json; print(json.dumps({'error': 'é' * 4096}))"
+    process = RankProcess((sys.executable, "-c", script), {}, ())
+    with pytest.raises(ConfigError, match=r"^é{4096}$"):
+        process.wait_ready(time.monotonic() + 60.0)
+    process.kill()
 
 
 @pytest.mark.slow

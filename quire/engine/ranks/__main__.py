@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from quire.worker.memory import KVMemory
 
 logger = logging.getLogger(__name__)
+_MAX_ERROR_CHARS = 4096
+"""Of which JSON makes six bytes each at most: a fraction of the longest answer that is read."""
 _ALL_MEMORY = 1 << 60
 """What fits was decided where the group was planned; some of it is taken by now."""
 
@@ -50,7 +52,7 @@ def main() -> int:
         if not is_expected:
             log_failure(logger, "the rank could not be built", error)
         text = str(error) if is_expected else f"a rank could not be built: {type(error).__name__}"
-        _answer(answers, {"error": text})
+        _answer(answers, {"error": text[:_MAX_ERROR_CHARS]})
         return 1
     _answer(answers, {"ready": True})
     try:
