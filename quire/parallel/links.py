@@ -28,6 +28,7 @@ _PROOF_BYTES = 32
 _MAX_RECORD_BYTES = 64 << 10
 GREETING_TIMEOUT_S = 10.0
 """For a stranger to say who it is."""
+_RETRY_S = 0.1
 _MAX_GREETINGS = 256
 """Connections that are being greeted at a time; more are closed. A group of 64 has less."""
 
@@ -47,6 +48,7 @@ class Doorway:
         self._secret = secret
         self._arrivals: queue.SimpleQueue[Introduced] = queue.SimpleQueue()
         self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
+        self._is_closed = threading.Event()
         try:
             family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(address[:2], family=family, backlog=128)
@@ -66,6 +68,7 @@ class Doorway:
 
     def close(self) -> None:
         """Admit no more. Idempotent."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):  # which wakes the thread
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -73,15 +76,20 @@ class Doorway:
             arrival.sock.close()
 
     def _listen(self) -> None:
-        while True:
+        while not self._is_closed.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # it is closed
-                return
+            except OSError:  # it is closed, a connection ended too early, or files have run out
+                self._is_closed.wait(_RETRY_S)
+                continue
             if not self._greetings.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            except RuntimeError:  # no thread is to be had
+                sock.close()
+                self._greetings.release()
 
     def _greet(self, sock: socket.socket) -> None:
         try:

@@ -263,6 +263,33 @@ def test_a_stranger_is_told_nothing_and_holds_up_nobody() -> None:
         dial(doorway.address, secret, {}, time.monotonic() + 1.0)
 
 
+def test_a_connection_that_cannot_be_taken_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors: list[Exception] = [OSError(24, "Too many open files"), ConnectionAbortedError()]
+    create_server = socket.create_server
+
+    class Listener:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._listener = create_server(*args, **options)
+
+        def accept(self) -> Any:
+            if errors:
+                raise errors.pop()
+            return self._listener.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._listener, name)
+
+    monkeypatch.setattr(socket, "create_server", Listener)
+    doorway, secret = Doorway("127.0.0.1", b"s" * 32), b"s" * 32
+    with contextlib.closing(doorway):
+        with dial(doorway.address, secret, {"process": 1}, time.monotonic() + 20.0):
+            arrival = doorway.take(20.0)
+        assert arrival is not None and arrival.record == {"process": 1}
+        arrival.sock.close()
+
+
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ConfigError, match="give an address of this host"):
         Doorway("192.0.2.7", b"")
