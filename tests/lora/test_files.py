@@ -76,6 +76,8 @@ def folder(tmp_path: Path, spec: DecoderSpec) -> Path:
         ("r", 0),
         ("r", 513),
         ("lora_alpha", "many"),
+        ("lora_alpha", 10**400),
+        ("lora_alpha", float("nan")),
         ("use_rslora", "yes"),
         ("alpha_pattern", {"(.*)+x": 3}),
         ("rank_pattern", {"q_proj": 0}),
