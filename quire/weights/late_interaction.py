@@ -42,13 +42,17 @@ def read_late_interaction(folder: Path, mask: Mapping[str, Any] | None) -> LateI
             "supported: maxsim and meanmaxsim"
         )
     words: Any = config.get("skiplist_words")
-    words, tasks = list(string.punctuation) if words is None else words, ["document"]
+    words = list(string.punctuation) if words is None else words
+    tasks: Any = ["document"]
     if mask is not None:
         if mask.get("keep_only_token_ids"):
             raise UnsupportedModelError(
                 f"{folder}: keep_only_token_ids of MultiVectorMask is not supported"
             )
-        words, tasks = mask.get("skiplist_words") or [], mask.get("skiplist_tasks") or tasks
+        words, given = mask.get("skiplist_words") or [], mask.get("skiplist_tasks")
+        tasks = tasks if given is None else given
+    if not isinstance(tasks, list):
+        raise CheckpointError(f"{folder}: skiplist_tasks must be a list of tasks")
     if not isinstance(words, list) or not all(isinstance(each, str) for each in words[:_MAX_WORDS]):
         raise CheckpointError(f"{folder}: skiplist_words must be a list of words")
     length = sizes.get("query_length", config.get("query_length"))
