@@ -31,13 +31,14 @@ from quire.lora.layout import (
 )
 from quire.models.declaration import DecoderSpec
 from quire.models.lowering import embedding_number
-from quire.weights.checkpoint import read_stored
+from quire.weights.checkpoint import read_stored, read_stored_rows
 from quire.weights.tensor_file import StoredTensor, TensorFile
 
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 4096
-"""Of a table that is compared with the model's."""
+"""Of a table that is compared with the model's: the whole, a gigabyte of some models, has no place
+in the memory that is planned."""
 
 
 class AdapterLoader:
@@ -113,10 +114,11 @@ class AdapterLoader:
     def _check_copy(
         self, folder: Path, name: str, stored: StoredTensor, file: TensorFile, own: EmbeddingTable
     ) -> None:
-        copy = self._read(file, stored)
         for first in self._tokens[::_ROWS_AT_ONCE]:
-            ids = torch.arange(first, min(first + _ROWS_AT_ONCE, self._tokens.stop))
-            if not torch.equal(copy[ids], self._kernels.embedding(ids, own)):
+            rows = range(first, min(first + _ROWS_AT_ONCE, self._tokens.stop))
+            copy = read_stored_rows(file, stored, rows).to(self._dtype)
+            ids = torch.arange(rows.start, rows.stop)
+            if not torch.equal(copy, self._kernels.embedding(ids, own)):
                 raise CheckpointError(f"{folder}: {other_copy(name)}")
 
     def _is_here(self, number: int) -> bool:

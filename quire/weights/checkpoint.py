@@ -374,6 +374,13 @@ def read_stored(file: TensorFile, stored: StoredTensor) -> Tensor:
     return _read_values(file, stored, stored.shape, stored.start)
 
 
+def read_stored_rows(file: TensorFile, stored: StoredTensor, rows: range) -> Tensor:
+    """Neighbouring rows of a tensor of a file, as they are stored. Raises OSError."""
+    row_bytes = math.prod(stored.shape[1:]) * _dtype(stored).itemsize
+    shape = (len(rows), *stored.shape[1:])
+    return _read_values(file, stored, shape, stored.start + rows.start * row_bytes)
+
+
 def _read_values(
     file: TensorFile,
     stored: StoredTensor,

@@ -19,7 +19,9 @@ from quire.core.speculation.speculator import Speculator
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError, QuireError
 from quire.kernels import cpu
+from quire.lora import weights
 from quire.outputs import RequestOutput
+from quire.weights.tensor_file import TensorFile
 
 PROMPT = random.Random(3).choices(range(3, 199), k=21)
 IS_NATIVE = not cpu.reasons_against("cpu", torch.float32)
@@ -305,6 +307,36 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert message in text
     [plain] = _answers(llm, [None])
     assert plain.error is None
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
+def test_copies_of_a_table_are_compared_row_by_row(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spec = write_model(tmp_path / "model", QWEN2)
+    table = load_file(tmp_path / "model" / "model.safetensors")[f"{name}.weight"]
+    other = table.clone()
+    other[-1, -1] += 1.0
+    folders = [write_whole_adapter(tmp_path / each, spec) for each in ("own", "other")]
+    for folder, copy in zip(folders, (table, other), strict=True):
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors[f"base_model.model.{name}.base_layer.weight"] = copy
+        save_file(tensors, folder / "adapter_model.safetensors")
+    largest, read_into = 0, TensorFile.read_into
+
+    def noted(self: TensorFile, buffer: memoryview, start: int) -> None:
+        nonlocal largest
+        largest = max(largest, buffer.nbytes)
+        read_into(self, buffer, start)
+
+    llm = make_llm(model=str(tmp_path / "model"))
+    monkeypatch.setattr(weights, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(TensorFile, "read_into", noted)
+    own, changed = _answers(
+        llm, [LoRARequest(each.name, place, str(each)) for place, each in enumerate(folders, 1)]
+    )
+    assert own.error is None and f"another {name}" in str(changed.error)
+    assert largest < table.nbytes / 2
 
 
 def _randomised(model: Any, seed: int) -> None:
