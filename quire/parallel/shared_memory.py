@@ -149,7 +149,8 @@ def create_memory(command_bytes: int) -> int:
 
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
-            "tensor_parallel_size and pipeline_parallel_size above 1 need Linux; leave them out"
+            "tensor_parallel_size and pipeline_parallel_size above 1 need memory without a "
+            "name, which this system does not have; give distributed_executor_backend='sockets'"
         )
     fileno = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
     state_bytes = align_up(_native.GROUP_STATE_BYTES, mmap.PAGESIZE)

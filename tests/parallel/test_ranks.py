@@ -229,6 +229,18 @@ def test_what_ranks_cannot_do_is_said_before_anything_starts(
         pass
 
 
+def test_without_memory_to_share_sockets_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    with (
+        pytest.raises(ConfigError, match="give distributed_executor_backend='sockets'"),
+        engine_of(folder, tensor_parallel_size=2),
+    ):
+        pass
+
+
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "quire.parallel.ray_places", raising=False)
