@@ -6,6 +6,8 @@ flight. Several ingresses agree by hashes, without talking.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from typing import Any
 
 from ray.serve.request_router import (
@@ -21,6 +23,9 @@ from quire.routing.ask import Ask
 from quire.routing.choices import make_balancer
 from quire.routing.load import LoadShare, ReplicaLoad
 
+_MAX_EARLY = 1024
+"""Ends come within one turn of the event loop of what they belong to."""
+
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ranks replicas by a policy of `quire.routing`, for the handle of one process."""
@@ -35,8 +40,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._reader = AskReader(chunk_bytes, session_header)
         self._balancer = make_balancer(policy)
         self._loads: dict[str, ReplicaLoad] = {}
-        self._shares: dict[str, LoadShare] = {}
-        """Of requests that are at a replica, by Serve's own numbers."""
+        self._shares: dict[tuple[str, str], LoadShare] = {}
+        """Of requests that are at a replica, by Serve's own numbers and that replica."""
+        self._counting = threading.Lock()
+        self._early: OrderedDict[str, str] = OrderedDict()
+        """Requests whose end at a replica was heard of before they counted there: a short answer's,
+        or that of an attempt which the replica refused."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget those that are gone."""
@@ -54,6 +63,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         """Return the policy's choice, and all others for the case that it takes no more."""
         if not candidate_replicas:
             return []
+        if pending_request is not None:  # another attempt
+            with self._counting:
+                self._early.pop(pending_request.metadata.internal_request_id, None)
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         loads = [self._load(name) for name in by_name]
         # it counts once it is there, and may be offered elsewhere until then
@@ -64,17 +76,26 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
         """Count a request where it is now."""
-        ask, load = self._ask(pending_request), self._load(replica_id.unique_id)
-        share, _ = self._balancer.account(ask, load)
-        self._shares[pending_request.metadata.internal_request_id] = share
+        number, name = pending_request.metadata.internal_request_id, replica_id.unique_id
+        ask = self._ask(pending_request)
+        with self._counting:
+            share, _ = self._balancer.account(ask, self._load(name))
+            if self._early.pop(number, None) == name:
+                share.end()
+            else:
+                self._shares[number, name] = share
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Take it out again, however it has ended."""
-        share = self._shares.get(internal_request_id)
-        # a replica that has refused the request may be heard of after the one that has it
-        if share is not None and share.load.name == replica_id.unique_id:
-            share.end()
-            del self._shares[internal_request_id]
+        """Take it out again, however it has ended. Serve calls this in a thread of Ray's."""
+        name = replica_id.unique_id
+        with self._counting:
+            share = self._shares.pop((internal_request_id, name), None)
+            if share is not None:
+                share.end()
+                return
+            self._early[internal_request_id] = name
+            if len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
 
     def _load(self, name: str) -> ReplicaLoad:
         if name not in self._loads:

@@ -125,8 +125,9 @@ def test_an_answer_comes_back_in_pieces() -> None:
 def test_a_replica_sees_the_path_behind_the_prefix_of_its_application(
     root_path: str, path: str, seen: str
 ) -> None:
-    scope = SCOPE | {"path": path.replace("%2F", "/"), "raw_path": path.encode()}
-    assert request_of(scope | {"root_path": root_path}, b"")["path"] == seen
+    path_and_prefix = {"path": path.replace("%2F", "/"), "root_path": root_path}
+    scope: Message = {**SCOPE, **path_and_prefix, "raw_path": path.encode()}
+    assert request_of(scope, b"")["path"] == seen
 
 
 def test_an_application_is_told_that_its_client_has_left() -> None:
@@ -321,7 +322,7 @@ class Routing:
         ]
         router.update_replicas(self.replicas)
 
-    def send(self, prompt: str, *, refuses: str = "") -> tuple[str, str]:
+    def send(self, prompt: str, *, refuses: str = "", ends_early: bool = False) -> tuple[str, str]:
         """Return the replica that takes it, and the request's number; one may refuse it."""
         self._num_sent += 1
         number = str(self._num_sent)
@@ -332,6 +333,8 @@ class Routing:
         )
         ranks = asyncio.run(self.router.choose_replicas(self.replicas, pending))
         taken = next(each for rank in ranks for each in rank if name_of(each) != refuses)
+        if ends_early:
+            self.router.on_request_completed(taken.replica_id, number)
         self.router.on_request_routed(pending, taken.replica_id, None)
         return name_of(taken), number
 
@@ -360,6 +363,20 @@ def test_a_prompt_in_flight_counts_until_it_is_answered(prefix_router: type[Any]
     assert routing.num_prefill(name) == 0
 
 
+def test_an_end_that_comes_first_is_an_end(prefix_router: type[Any]) -> None:
+    routing = Routing(prefix_router(), 2)
+    for place in range(3000):
+        name, _ = routing.send(f"{place} " * 400, ends_early=place % 2 == 0)
+        assert routing.num_prefill(name) == 0 or place % 2
+        if place % 2:
+            routing.router.on_request_completed(SimpleNamespace(unique_id=name), f"{place + 1}")
+    assert routing.num_prefill("r0") == routing.num_prefill("r1") == 0
+    assert not routing.router._shares and not routing.router._early
+    for place in range(3000):  # of requests that were refused
+        routing.router.on_request_completed(SimpleNamespace(unique_id="r0"), f"x{place}")
+    assert len(routing.router._early) == 1024
+
+
 def test_a_beginning_is_known_of_the_replica_that_took_it(prefix_router: type[Any]) -> None:
     routing = Routing(prefix_router(), 2)
     prompt = "The knight went into the forest. " * 100
@@ -369,6 +386,7 @@ def test_a_beginning_is_known_of_the_replica_that_took_it(prefix_router: type[An
     # heard of later than of the one that took it
     routing.router.on_request_completed(SimpleNamespace(unique_id=refused), number)
     assert routing.num_prefill(taken) > 0
+    assert routing.num_prefill(refused) == 0
     routing.router.on_request_completed(SimpleNamespace(unique_id=taken), number)
     for _ in range(3):
         again, number = routing.send(prompt)
