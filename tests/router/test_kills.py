@@ -87,9 +87,7 @@ def test_ten_thousand_requests_through_kills() -> None:
         ):
             for each in made:
                 each.gap_s = 0.001
-            killing = asyncio.create_task(
-                _kill_and_start(made, random.Random(5), outcomes.total)
-            )
+            killing = asyncio.create_task(_kill_and_start(made, random.Random(5), outcomes.total))
             numbers = list(range(NUM_REQUESTS))
             await asyncio.gather(*(client(up, numbers) for _ in range(NUM_CLIENTS)))
             killing.cancel()
