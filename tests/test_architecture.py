@@ -200,7 +200,7 @@ MAX_LINES = {
     "quire/parallel": 1_900,
     "quire/program": 1_200,
     "quire/quant": 2_150,
-    "quire/ray": 700,
+    "quire/ray": 750,
     "quire/router": 2_200,
     "quire/routing": 700,
     "quire/sampling": 1_300,
