@@ -4,6 +4,7 @@ without, in this process, in turns.
     python -m benchmarks.speculation
     python -m benchmarks.speculation --draft-model build/storyteller-draft --requests 1,4
     python -m benchmarks.speculation --draft-model build/storyteller-eagle --draft-method eagle
+    python -m benchmarks.speculation --forced
     python -m benchmarks.speculation --model ./M2/config.json --chances 0.5,0.7,0.9 --output-len 64
 
 Of the shipped model, or of any with a tokenizer, the methods are measured on prompts of four kinds.
@@ -11,7 +12,8 @@ Of the shipped model, or of any with a tokenizer, the methods are measured on pr
 requests a second time, as agents and evaluations send them. **prose**: beginnings of stories.
 **noise**: any tokens, sampled from the vocabulary. Of a `config.json` weights are random, and the
 acceptance is set: `--chances` are the chances that a draft token is right, by a drafter that knows
-the answers. Answers are compared token by token.
+the answers. With `--forced` answers are JSON with long keys, and what the schema leaves no choice
+of is drafted, or nothing is. Answers are compared token by token.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from quire.config.speculation import SpeculationConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Sequence as Tokens
 from quire.core.speculation.drafters import Draft
-from quire.core.speculation.methods import speculator_of
+from quire.core.speculation.methods import forced_speculator, speculator_of
 from quire.core.speculation.speculator import Speculator
 from quire.core.step_cost import StepCostModel
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.loop.engine import Engine
@@ -46,6 +49,21 @@ _BEGINNINGS = (
     "Mia had a secret. Every night she", "There was a big tree in the garden, and",
     "Ben and his sister went to the park to", "A tiny bird could not fly because",
 )  # fmt: skip
+_SHORT_TEXT = {"type": "string", "pattern": "^[a-z]{3,8}$"}
+_FORM = {
+    "type": "object",
+    "properties": {
+        "name_of_the_animal_in_the_story": _SHORT_TEXT,
+        "number_of_friends_it_meets_on_the_way": {"type": "integer", "minimum": 1, "maximum": 9},
+        "is_suitable_for_very_young_children": {"type": "boolean"},
+        "place_where_the_story_comes_to_its_end": _SHORT_TEXT,
+    },
+    "required": [
+        "name_of_the_animal_in_the_story", "number_of_friends_it_meets_on_the_way",
+        "is_suitable_for_very_young_children", "place_where_the_story_comes_to_its_end",
+    ],
+    "additionalProperties": False,
+}  # fmt: skip
 _COPY_LEN, _AGAIN_LEN = 150, 24
 _MAX_DRAFT = 8
 _METHODS = "suffix,ngram,auto"
@@ -150,6 +168,26 @@ def _works(engine: Engine, num_requests: int, output_len: int) -> list[Work]:
     ]  # fmt: skip
 
 
+def _forms(engine: Engine, num_requests: int) -> list[Work]:
+    """Return requests for JSON of long keys and short values."""
+    prompts = _beginnings(engine)
+    chosen = [prompts[number % len(prompts)] for number in range(num_requests)]
+    form = StructuredOutputsParams(json=_FORM)
+    return [
+        Work(
+            f"form, T={temperature:g}",
+            chosen,
+            [
+                SamplingParams(
+                    temperature=temperature, seed=number, max_tokens=512, structured_outputs=form
+                )
+                for number in range(num_requests)
+            ],
+        )
+        for temperature in (0.0, 1.0)
+    ]
+
+
 def compare(
     plain: Engine, other: Engine, work: Work, rounds: int, begin: Callable[[Measured], None]
 ) -> dict[str, Any]:
@@ -180,10 +218,12 @@ def compare(
 
 def _build(args: argparse.Namespace, speculative: dict[str, Any] | None) -> Engine:
     options: dict[str, Any] = {"kv_cache_memory": args.kv_cache_memory, "dtype": args.dtype}
+    if args.tokenizer:
+        options["tokenizer"] = args.tokenizer
     if args.cpu_time:
         options["num_threads"] = 1
     if args.model.endswith("config.json"):
-        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        options |= {"load_format": "dummy", "skip_tokenizer_init": args.tokenizer is None}
     return build_engine(EngineConfig(model=args.model, speculative_config=speculative, **options))
 
 
@@ -241,6 +281,22 @@ def _measure_chances(args: argparse.Namespace, plain: Engine) -> list[dict[str, 
     return rows
 
 
+def _measure_forced(args: argparse.Namespace, plain: Engine) -> list[dict[str, Any]]:
+    rows = []
+    other, costs = _drafting(args)
+    plain.scheduler.look_ahead = None
+
+    def begin(measured: Measured) -> None:
+        other.scheduler.look_ahead = forced_speculator(costs)
+
+    for num_requests in map(int, args.requests.split(",")):
+        for work in _forms(plain, num_requests):
+            found = compare(plain, other, work, args.rounds, begin)
+            rows.append({"method": "forced", **found})
+            _print(rows[-1])
+    return rows
+
+
 def _print(row: dict[str, Any]) -> None:
     print(
         f"{row['method']:12} {row['work']:14} {row['requests']:3} requests: "
@@ -270,6 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="what that is (default: draft_model)",
     )
     parser.add_argument("--chances", help="measure a drafter that is right so often instead")
+    parser.add_argument(
+        "--forced", action="store_true", help="measure what grammars leave no choice of instead"
+    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="(default: the model's own)")
     parser.add_argument("--requests", default="1,4,16", help="(default: 1,4,16)")
     parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
@@ -284,7 +344,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         global _clock
         _clock = time.process_time
     plain = _build(args, None)
-    rows = (_measure_chances if args.chances else _measure_methods)(args, plain)
+    measure_all = _measure_methods
+    if args.chances or args.forced:
+        measure_all = _measure_chances if args.chances else _measure_forced
+    rows = measure_all(args, plain)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
