@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from quire.core.plan import BlockCopy, StepPlan, StepResult
+from quire.core.plan import BlockCopy, CompanionError, StepPlan, StepResult
 from quire.executor.inline import InlineExecutor
 from quire.executor.interface import Launched, StepLostError
 from quire.kernels.interface import ForwardPass, Kernels
@@ -92,6 +92,10 @@ class RanksExecutor(InlineExecutor):
             launched = self.worker.launch(plan)
         except GroupLostError as error:
             self._replace(str(error))
+        except CompanionError as error:  # one that reads or writes the blocks of all ranks
+            if not self.group.is_lost:
+                raise
+            self._replace(str(error.__cause__))
         if plan.work:  # one without asks nothing of the others
             self._num_losses = 0
         return launched
@@ -109,6 +113,7 @@ class RanksExecutor(InlineExecutor):
         """Start the other ranks anew. Always raises: the step is lost, or, after several losses in
         a row, its requests are."""
         self._num_losses += 1
+        logger.error("a rank is lost; %d processes are replaced", self.group.shape.size - 1)
         self.group.restart()
         if self._num_losses > MAX_LOSSES:
             self._num_losses = 0

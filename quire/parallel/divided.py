@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, ForwardPass
 from quire.kernels.lora import StepAdapters
-from quire.kernels.placed import StepContent
+from quire.kernels.placed import PlacedRows, Rotations, StepContent
 from quire.kernels.sampling import Draws
 from quire.nn.head import DividedHead
 from quire.parallel.adapters import FollowedAdapters, LedAdapters
@@ -75,10 +75,10 @@ class LedPass:
         adapters: StepAdapters | None = None,
         content: StepContent | None = None,
     ) -> Tensor:
-        assert content is None, "it is not divided among ranks"
-        command = asked(token_ids, positions, batch, num_wanted, self.adapters, adapters)
+        command = asked(token_ids, positions, batch, num_wanted, self.adapters, adapters, content)
         return self.group.call(
-            command, lambda: self.own(token_ids, positions, batch, kv_caches, num_wanted, adapters)
+            command,
+            lambda: self.own(token_ids, positions, batch, kv_caches, num_wanted, adapters, content),
         )
 
 
@@ -89,6 +89,7 @@ def asked(
     num_wanted: Tensor | None,
     led: LedAdapters | None = None,
     adapters: StepAdapters | None = None,
+    content: StepContent | None = None,
 ) -> RankCommand:
     """Return a pass as a command. Adapters that the others lack are loaded first."""
     used: tuple[Tensor, Tensor] | tuple[None, None] = None, None
@@ -102,7 +103,8 @@ def asked(
         Kind.FORWARD,
         (batch.max_query_len, batch.max_context_len, *batch.group_of),
         (
-            token_ids, positions, batch.query_start, batch.context_len, num_wanted, *used, *tables,
+            token_ids, positions, batch.query_start, batch.context_len, num_wanted, *used,
+            *_parts_of(content), *tables,
         ),
     )  # fmt: skip
 
@@ -118,7 +120,7 @@ def forward(
     batch = asked_for.batch
     return run(
         asked_for.token_ids, batch.positions, batch, kv_caches, asked_for.num_wanted,
-        asked_for.adapters,
+        asked_for.adapters, asked_for.content,
     )  # fmt: skip
 
 
@@ -129,14 +131,16 @@ class AskedPass(NamedTuple):
     batch: AttentionBatch
     num_wanted: Tensor | None
     adapters: StepAdapters | None
+    content: StepContent | None
 
 
 def pass_of(command: RankCommand, adapters: FollowedAdapters) -> AskedPass:
     """Return what a command asks for."""
     max_query_len, max_context_len, *group_of = command.numbers
-    token_ids, positions, query_start, context_len, wanted, used, of_token, *tables = (
+    token_ids, positions, query_start, context_len, wanted, used, of_token, *others = (
         command.tensors
     )
+    content, tables = _content_of(others[:NUM_PARTS]), others[NUM_PARTS:]
     assert token_ids is not None and positions is not None
     assert query_start is not None and context_len is not None
     batches = []
@@ -153,4 +157,33 @@ def pass_of(command: RankCommand, adapters: FollowedAdapters) -> AskedPass:
         query_start, context_len, first.block_tables, first.slots, positions, max_query_len,
         max_context_len, others=tuple(others), group_of=tuple(group_of),
     )  # fmt: skip
-    return AskedPass(token_ids, batch, wanted, adapters.of_step(used, of_token))
+    return AskedPass(token_ids, batch, wanted, adapters.of_step(used, of_token), content)
+
+
+NUM_PARTS = 4
+"""Tensors of what a step brings from outside."""
+
+
+def _parts_of(content: StepContent | None) -> tuple[Tensor | None, ...]:
+    """Return what a step brings from outside as tensors; of the table that turns heads, the rows of
+    its tokens alone."""
+    if content is None:
+        return (None,) * NUM_PARTS
+    placed, rotations = content.placed, content.rotations
+    return (
+        None if placed is None else placed.tokens,
+        None if placed is None else placed.rows,
+        None if rotations is None else rotations.table.index_select(0, rotations.rows),
+        content.key_ends,
+    )
+
+
+def _content_of(parts: Sequence[Tensor | None]) -> StepContent | None:
+    tokens, rows, table, key_ends = parts
+    if all(each is None for each in parts):
+        return None
+    return StepContent(
+        None if tokens is None or rows is None else PlacedRows(tokens, rows),
+        None if table is None else Rotations(torch.arange(len(table)), table),
+        key_ends,
+    )

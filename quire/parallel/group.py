@@ -7,7 +7,6 @@ group as a whole: where the ranks are within a step is then unknown. `restart` m
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -21,8 +20,6 @@ from quire.parallel.processes import RankHandle, RankPlaces, Watcher
 from quire.parallel.sections import ResultReceiver, StageSender
 from quire.parallel.shared_memory import RankCommand
 from quire.parallel.transports import GroupMemory, Transport
-
-logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 3600.0
 """Ranks that are not loaded by then never will be."""
@@ -135,17 +132,32 @@ class RankGroup:
             if self.next_stage is not None:
                 self.next_stage.send(command)
 
-    def restart(self) -> None:
-        """Replace all ranks but this one. Raises EngineError where they cannot be."""
-        logger.error("a rank is lost; %d processes are replaced", len(self._processes))
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """What the other ranks are told to build."""
+        return self._start
+
+    def restart(self, told: Mapping[str, Any] | None = None) -> None:
+        """Replace all ranks but this one; `told` changes what they build, from now on. Raises
+        ConfigError or EngineError where they cannot be: the group is over then, and what they are
+        told is what it was."""
+        former = self._start
+        self._start = {**former, **(told or {})}
         try:
             with self._changing:
                 self._end()
                 self._launch()
             self.wait_ready()
         except BaseException:  # some of them may not have been started
-            self._end()
+            self.end(former)
             raise
+
+    def end(self, told: Mapping[str, Any] | None = None) -> None:
+        """End all ranks but this one, until `restart`; `told` is what they are told to build then,
+        by default what these were."""
+        self._start = dict(told or self._start)
+        with self._changing:
+            self._end()
 
     def close(self) -> None:
         """End the processes and give back what was taken for them. Idempotent."""

@@ -154,7 +154,7 @@ def run_stage(
     (first_row, *numbers), (states, *tensors) = command.numbers, command.tensors
     assert states is not None
     plain = RankCommand(Kind.FORWARD, tuple(numbers), tuple(tensors))
-    token_ids, batch, num_wanted, used = pass_of(plain, adapters)
+    token_ids, batch, num_wanted, used, _ = pass_of(plain, adapters)
     placed = PlacedRows(torch.arange(len(states)), states)
     found = run(
         token_ids, batch.positions, of_stage(batch, caches), kv_caches,

@@ -27,6 +27,7 @@ from torch.nn import functional
 from quire.common.failures import log_failure
 from quire.core.drafts import MODELLED, NUM_DEGREES, Drafted, DraftOrder, strength_of_degree
 from quire.core.plan import Record, RowSampling, StepPlan
+from quire.errors import EngineError
 from quire.kernels.interface import AttentionBatch
 from quire.sampling.plain import choose_plain, is_plain
 from quire.sampling.rows import SampledRow
@@ -173,6 +174,8 @@ class ModelDrafts:
                     seconds=seconds, read_s=self._read_s, num_read=self._num_read
                 )
             return tuple(records)
+        except EngineError:  # a rank is lost, whom the executor replaces before the next step
+            return ()
         except Exception as error:  # answers need no drafts
             log_failure(logger, "a draft model failed; nothing is drafted any more", error)
             self._has_failed = True

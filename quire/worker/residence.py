@@ -17,11 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.common.file_states import States
 from quire.common.numbers import format_bytes
 from quire.common.pages import discard
 from quire.common.residence import KV_CACHE, PARTS, WEIGHTS
@@ -50,6 +52,9 @@ class Loaded(NamedTuple):
     """What their layout depends on besides shapes."""
     reload: Callable[[], Loaded] | None
     """None where they were given."""
+    path: str = ""
+    """Of the files that they were read from, and the states of these."""
+    states: States = MappingProxyType({})
 
 
 class Residence(Protocol):
@@ -122,7 +127,7 @@ class Returnable:
         """`load` loads weights as `loaded` were; None where that cannot be. Files are made in
         `folder`, by default the system's for temporary ones. A cache that `is_populated` is
         resident as a whole when it returns."""
-        self._weights, self._form, self._reload = loaded
+        self._weights, self._form, self._reload = loaded[:3]
         self._memory, self._load_from = memory, load
         self._folder, self._num_threads, self._is_populated = folder, num_threads, is_populated
         self._file: int | None = None

@@ -35,7 +35,11 @@ from quire.engine.assembly.preparation import PreparedModel, prepare_model, read
 from quire.engine.assembly.residence import Held, residence_of
 from quire.engine.assembly.threads import set_num_threads
 from quire.engine.assembly.tiers import digest_key, prerequisite_of, stored_blocks
-from quire.engine.assembly.transfers import transferred_blocks, transfers_prerequisite
+from quire.engine.assembly.transfers import (
+    blocks_of_all,
+    transferred_blocks,
+    transfers_prerequisite,
+)
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
@@ -274,11 +278,13 @@ def _build_worker(
         loader.model = model.weights
     model, limits = keep_states(plan, model), plan.limits
     memory = kv_memory(plan, model)
-    residence = residence_of(planned, Held(loaded, memory, adapters, states))
+    residence = residence_of(planned, Held(loaded, memory, adapters, states, part))
     if group is not None:
+        from quire.executor.led_residence import LedResidence
         from quire.executor.ranks import lead
 
         model, memory = lead(model, memory, group, plan.kv_layout, led)
+        residence = LedResidence(residence, group)
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
     small = {name: each for name, each in states.items() if name.endswith(".json")}
     matchers = RowMatchers(
@@ -289,8 +295,9 @@ def _build_worker(
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
     drafts = load_drafts(planned, model, sampler, rows)
-    stored = stored_blocks(planned, memory, states)
-    transferred = transferred_blocks(planned, memory, states, group)
+    blocks = blocks_of_all(plan, memory, group)
+    stored = stored_blocks(planned, blocks, states)
+    transferred = transferred_blocks(planned, blocks, states)
     # What is placed is written before it may be read to be stored.
     halves = (
         matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, transferred,

@@ -130,7 +130,7 @@ def load_drafts(
         tokens = _token_map(planned, found, draft.spec)
         decoder = load_model(own, kernels, None).decoder
     else:
-        decoder, tokens, head = load_head(own, draft.head, model)
+        decoder, tokens, head = load_head(own, draft.head, model, planned)
     num_blocks = limits.num_blocks + limits.max_num_seqs * draft.blocks_per_row
     shape = PoolShape(num_blocks, limits.block_size, plan.kv_format)
     memory = KVMemory(draft.spec.kv_layers, shape, kernels.device)
@@ -143,7 +143,9 @@ def load_drafts(
         decoder, memory.caches, tokens, sampler, stage, limits.max_model_len, MAX_READ, head
     )
     drafts = ModelDrafts(drafting, rows, places, DraftDepth())
-    drafts.warm_up()
+    is_local = head is None or decoder.program.head.weight is not None
+    if is_local or model.divided_head is None:  # else the other ranks are not there yet
+        drafts.warm_up()
     return drafts
 
 

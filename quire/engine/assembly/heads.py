@@ -48,9 +48,10 @@ class _WithoutOptional(WeightSource):
 
 
 def load_head(
-    planned: PlannedModel, head: HeadSpec, target: DecoderModel
+    planned: PlannedModel, head: HeadSpec, target: DecoderModel, theirs: PlannedModel
 ) -> tuple[DecoderModel, TokenMap, HeadInputs]:
-    """Load a head for a target that keeps states. Raises CheckpointError."""
+    """Load a head for a target that keeps states, and was loaded as `theirs` says. Raises
+    CheckpointError."""
     plan, keeper, kernels = planned.plan, target.keeper, target.kernels
     assert isinstance(keeper, KeptStates)
     with sources(planned) as (weights, quantize):
@@ -62,7 +63,7 @@ def load_head(
             dtype=plan.dtype,
             max_model_len=plan.limits.max_model_len,
             quantize=quantize,
-            embedding=_embedding(weights, head, target),
+            embedding=_embedding(weights, head, target, theirs),
         )
         if head.fuse is not None:
             keeper.fuse_with(kernels, FloatLinears(weights, kernels, dtype).load([head.fuse]))
@@ -71,23 +72,35 @@ def load_head(
     return decoder, tokens, inputs
 
 
-def _embedding(weights: WeightSource, head: HeadSpec, target: DecoderModel) -> EmbeddingTable:
+def _embedding(
+    weights: WeightSource, head: HeadSpec, target: DecoderModel, planned: PlannedModel
+) -> EmbeddingTable:
     """Return the target's table where the head has none, or the same one; else its own."""
-    spec, theirs = head.decoder.embedding, target.weights.tables[0]
-    is_alike = tuple(theirs.shape) == spec.shape
+    spec, theirs = head.decoder.embedding, target.spec.embedding
+    is_alike, is_divided = theirs.shape == spec.shape, target.divided_head is not None
     if not _holds(weights, spec):
         if not is_alike:
             raise CheckpointError(
                 f"the head lacks {spec.name} {list(spec.shape)}, and the model's embedding is "
                 f"{list(theirs.shape)}"
             )
-        return theirs
+        return _whole_table(planned, target) if is_divided else target.weights.tables[0]
     own = torch.empty(spec.shape, dtype=target.dtype)
     weights.fill(own, spec)
-    kernels = target.kernels
-    if is_alike and torch.equal(own, kernels.embedding(torch.arange(len(own)), theirs)):
-        return theirs
+    if is_alike and not is_divided:
+        table = target.weights.tables[0]
+        if torch.equal(own, target.kernels.embedding(torch.arange(len(own)), table)):
+            return table
     return own
+
+
+def _whole_table(planned: PlannedModel, target: DecoderModel) -> EmbeddingTable:
+    """Read the embedding of a target of which this process has the rows of some tokens."""
+    spec = target.spec.embedding
+    table = torch.empty(spec.shape, dtype=target.dtype)
+    with sources(planned) as (weights, _):
+        weights.fill(table, spec)
+    return table
 
 
 def _tokens(planned: PlannedModel, head: HeadSpec, num_target: int) -> TokenMap:

@@ -20,6 +20,7 @@ from quire.errors import ConfigError, NotAvailableError
 if TYPE_CHECKING:
     from quire.kernels.interface import Weights
     from quire.lora.table import AdapterTable
+    from quire.nn.parts import ModelPart
     from quire.worker.memory import KVMemory
     from quire.worker.residence import Loaded, Residence, Source
 
@@ -32,6 +33,8 @@ class Held(NamedTuple):
     adapters: AdapterTable | None
     states: States
     """Of the model's files before they were loaded."""
+    part: ModelPart | None = None
+    """Which part of the model it is; None: all."""
 
 
 def residence_of(planned: PlannedModel, held: Held) -> Residence:
@@ -62,8 +65,6 @@ def _refusal(planned: PlannedModel) -> str | None:
     plan = planned.plan
     if plan.device != "cpu":
         return "on a GPU it is not available yet; end the engine, and build another one"
-    if plan.config.num_processes > 1:
-        return "with several processes of one model it is not available yet; take one"
     if plan.experts is not None:
         return "with expert_memory it is not available yet: experts leave memory by themselves"
     if planned.draft is not None:
@@ -119,12 +120,14 @@ def _load(planned: PlannedModel, held: Held, states: States) -> Loaded:
     fresh = planned._replace(head_start=None, packed_cache=None)
     if planned.given is None:
         fresh = begin_loading(fresh)
-    decoder = load_model(fresh, held.model.decoder.kernels, held.adapters).decoder
+    decoder = load_model(fresh, held.model.decoder.kernels, held.adapters, held.part).decoder
     check_unchanged(states)
     return Loaded(
         [*decoder.weights.tensors, *decoder.derived],
         _form(decoder.weights),
         None if planned.given is not None else lambda: _load(planned, held, states),
+        str(planned.files.path),
+        states,
     )
 
 

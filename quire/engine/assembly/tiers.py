@@ -34,9 +34,8 @@ from quire.errors import ConfigError
 from quire.models.rope import DynamicScaling, LongScaling
 
 if TYPE_CHECKING:
-    from quire.tiers.companion import StoredBlocks
+    from quire.tiers.companion import BlockMemory, StoredBlocks
     from quire.tiers.disk import DiskStore
-    from quire.worker.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,9 @@ def prerequisite_of(
     return partial(StoredPrefixes, RestoreCosts(costs, block_s, max_blocks), TierStats())
 
 
-def stored_blocks(planned: PlannedModel, memory: KVMemory, states: States) -> StoredBlocks | None:
+def stored_blocks(
+    planned: PlannedModel, memory: BlockMemory, states: States
+) -> StoredBlocks | None:
     """Make the worker's half, which begins to look for what is stored. `states` are those that the
     model's files had before they were loaded."""
     from quire.tiers.companion import StoredBlocks

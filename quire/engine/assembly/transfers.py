@@ -20,9 +20,9 @@ from quire.models.lowering import lower
 from quire.program.sharding import cache_heads, shard, split_evenly
 
 if TYPE_CHECKING:
-    from quire.executor.divided_memory import HeldHeads
+    from quire.executor.divided_memory import DividedBlocks, HeldHeads
     from quire.parallel.group import RankGroup
-    from quire.transfer.companion import TransferredBlocks
+    from quire.transfer.companion import TransferMemory, TransferredBlocks
     from quire.transfer.layout import BlockLayout
     from quire.worker.memory import KVMemory
 
@@ -37,19 +37,26 @@ def transfers_prerequisite(plan: EnginePlan) -> Callable[[], Prerequisite] | Non
     return partial(TransferredPrefixes, TransferStats(), timeout_s, fails=fails)
 
 
+def blocks_of_all(
+    plan: EnginePlan, memory: KVMemory, group: RankGroup | None
+) -> KVMemory | DividedBlocks:
+    """Return what reads and writes whole blocks, also where ranks have parts of them."""
+    if group is None or (plan.tiers is None and plan.transfers is None):
+        return memory
+    from quire.executor.divided_memory import DividedBlocks
+
+    return DividedBlocks(memory, group, _held_heads(plan))
+
+
 def transferred_blocks(
-    planned: PlannedModel, memory: KVMemory, states: States, group: RankGroup | None
+    planned: PlannedModel, blocks: TransferMemory, states: States
 ) -> TransferredBlocks | None:
     """Make the worker's half, which begins to listen. `states` are those that the model's files had
     before they were loaded. Raises ConfigError."""
     if planned.plan.transfers is None:
         return None
-    from quire.executor.divided_memory import DividedBlocks
-    from quire.transfer.companion import TransferMemory, TransferredBlocks
+    from quire.transfer.companion import TransferredBlocks
 
-    blocks: TransferMemory = memory
-    if group is not None:
-        blocks = DividedBlocks(memory, group, _held_heads(planned.plan))
     layout = block_layout(planned.plan)
     identity = partial(_identity, planned, states)
     return TransferredBlocks(planned.plan.transfers.config, blocks, layout, identity)

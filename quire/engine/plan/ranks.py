@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.common.numbers import format_bytes
@@ -33,20 +33,21 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
     if config.num_processes == 1:
         return
     refused = {
-        f"{spec.architecture}, which reads images,": spec.vision is not None,
-        f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
-        f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
-        "a draft model": config.speculation is not None and config.speculation.is_modelled,
         "device='cuda'": config.device == "cuda",
         # torch's products, whose bits depend on how many outputs a weight has
         f"kernels={config.kernels!r}": config.kernels not in ("auto", "cpu"),
         f"expert_memory={config.expert_memory!r}": config.expert_memory is not None,
     }
-    for name, is_given in refused.items():
-        if is_given:
-            raise ConfigError(
-                f"{name} is not available with {sizes_of(config)} yet; leave one of them out"
-            )
+    _refuse(refused, sizes_of(config))
+    if config.pipeline_parallel_size > 1:
+        # what is read or written of later stages has no way to the first process
+        of_stages = {
+            f"{spec.architecture}, which reads images,": spec.vision is not None,
+            f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
+            f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
+            "a draft head that reads inner layers": bool(spec.kept),
+        }
+        _refuse(of_stages, f"pipeline_parallel_size={config.pipeline_parallel_size}")
     most = most_stages(lower(spec)[0])
     if config.pipeline_parallel_size > most:
         raise ConfigError(
@@ -55,6 +56,12 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
         )
     if config.enable_expert_parallel:
         _check_experts(config.tensor_parallel_size, spec)
+
+
+def _refuse(given: Mapping[str, bool], sizes: str) -> None:
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{name} is not available with {sizes} yet; leave one of them out")
 
 
 def sizes_of(config: EngineConfig) -> str:

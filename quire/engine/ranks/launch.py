@@ -59,11 +59,15 @@ def command_bytes(plan: EnginePlan) -> int:
     per_row = 4 * (4 + num_blocks * num_groups)
     copies = 2 * 8 * limits.num_blocks
     adapter = 4 * (MAX_PATH + 128)  # its name
+    if plan.spec.vision is not None:  # rows in place of tokens, what turns heads, how far each sees
+        width = plan.spec.vision.num_projectors * plan.spec.hidden_size
+        angles = max(layer.head_dim for layer in plan.spec.kv_layers)
+        per_token += 8 + (width + angles) * DTYPE_BYTES["float32"] + 4
     block = 0
-    if plan.transfers is not None:  # what all ranks have of one, at most all of it each
+    if plan.transfers is not None or plan.tiers is not None:  # each may have all of one
         per_kv_token = sum(layer.bytes_per_token(plan.kv_format) for layer in plan.spec.kv_layers)
         block = plan.config.tensor_parallel_size * (limits.block_size * per_kv_token + 4)
     return bytes_of_command(
         num_tokens * per_token + num_rows * per_row + copies + adapter + block + 8,
-        10 + 2 * num_groups,
+        14 + 2 * num_groups,
     )
