@@ -288,12 +288,13 @@ class EngineConfig:
         "engines of the model behind one front, each with all of its weights: requests go where "
         "their beginning is cached and least is in flight",
     )
-    distributed_executor_backend: str | None = _option(
+    distributed_executor_backend: str | type | None = _option(  # noqa: RUF009  # a field
         None,
         "how the processes of one model are run: mp starts them on this machine, where they share "
         "memory, sockets likewise, with connections in its place, ray on the nodes of a Ray "
-        "cluster, uni is one alone",
+        "cluster, uni is one alone; in Python also an executor's class",
         choices=EXECUTOR_BACKENDS,
+        takes_class=True,
     )
     ray_placement_group: str | None = _option(
         None,
@@ -389,10 +390,16 @@ class EngineConfig:
         for item in fields(self):
             choices = item.metadata.get("choices")
             value = getattr(self, item.name)
-            if choices is not None and value not in (
-                item.default,
-                *choices,
-                *item.metadata.get("also", ()),
+            is_class = isinstance(value, type) and item.metadata.get("takes_class", False)
+            if (
+                choices is not None
+                and not is_class
+                and value
+                not in (
+                    item.default,
+                    *choices,
+                    *item.metadata.get("also", ()),
+                )
             ):
                 raise ConfigError(
                     f"{item.name}={value!r} is not available; choose "
@@ -466,6 +473,12 @@ class EngineConfig:
                 "computed in one step; enable "
                 "chunked prefill, or leave the target out"
             )
+
+    @property
+    def executor_class(self) -> type | None:
+        """`distributed_executor_backend`, where it is a class."""
+        given = self.distributed_executor_backend
+        return given if isinstance(given, type) else None
 
     @property
     def speculation(self) -> SpeculationConfig | None:
@@ -543,6 +556,12 @@ class EngineConfig:
             raise ConfigError(
                 f"distributed_executor_backend='uni' is one process, and {name}="
                 f"{getattr(self, name)} needs more; give 'mp', or leave it out"
+            )
+        if self.executor_class is not None and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend={self.executor_class.__name__} is a class of this "
+                f"process, and data_parallel_size={self.data_parallel_size} engines are in "
+                "processes of their own; leave one of them out"
             )
         is_ray = self.distributed_executor_backend == "ray"
         if is_ray and self.num_processes == 1:

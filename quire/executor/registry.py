@@ -1,11 +1,11 @@
 """Executors by name: the one table of those that there are. Each is imported when it is made:
-naming them costs nothing."""
+naming them costs nothing. A class is one that a program brings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from quire.errors import ConfigError
 
@@ -85,8 +85,25 @@ EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {
 }  # fmt: skip
 
 
-def make_executor(name: str, spec: ExecutorSpec) -> Executor:
-    """Make the executor of this name. Raises ConfigError naming those that there are."""
+def _of_class(given: type[Any], spec: ExecutorSpec) -> Executor:
+    """Make an executor of a class. Raises ConfigError where that is none."""
+    from quire.executor.interface import Executor
+
+    methods = [name for name in vars(Executor) if not name.startswith("_")]
+    lacking = [name for name in methods if not callable(getattr(given, name, None))]
+    if lacking:
+        raise ConfigError(
+            f"distributed_executor_backend={given.__name__} is no executor: it lacks "
+            f"{', '.join(lacking)}; see quire.executor.interface.Executor"
+        )
+    return cast("Executor", given(spec))
+
+
+def make_executor(name: str | type[Any], spec: ExecutorSpec) -> Executor:
+    """Make the executor of this name, or of this class, which is called with `spec`. Raises
+    ConfigError naming those that there are, or what a class lacks."""
+    if isinstance(name, type):
+        return _of_class(name, spec)
     if name not in EXECUTORS:
         raise ConfigError(
             f"there is no executor called {name!r}; choose one of {', '.join(EXECUTORS)}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from quire.config.engine import EngineConfig
+from quire.engine.assembly.preparation import prepare_model
+from quire.engine.process.link import start_message
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.executor.registry import EXECUTORS, ExecutorSpec, make_executor
@@ -48,3 +52,45 @@ def test_another_executor_comes_in_by_an_entry(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(EXECUTORS, "counted", make)
     make_executor("counted", _SPEC)
     assert made == [_SPEC]
+
+
+class Counting(NullExecutor):
+    """An executor that a program brings."""
+
+    def __init__(self, spec: ExecutorSpec) -> None:
+        super().__init__(
+            spec.num_rows, spec.num_blocks, spec.block_size, vocab_size=spec.vocab_size
+        )
+        self.spec = spec
+
+
+def test_an_executor_may_be_a_class(tmp_path: Path) -> None:
+    from ranks import engine_of, write_model
+
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    for size in (1, 2):
+        given = {"distributed_executor_backend": Counting, "tensor_parallel_size": size}
+        with engine_of(folder, **given) as engine:
+            assert isinstance(engine.executor, Counting) and engine.executor.spec.num_ranks == size
+
+
+def test_a_class_that_is_no_executor_is_told_what_it_lacks(tmp_path: Path) -> None:
+    from ranks import engine_of, write_model
+
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    message = r"=Path is no executor: it lacks launch, execute, .*see quire\.executor\.interface"
+    given: dict[str, Any] = {"distributed_executor_backend": Path}
+    with pytest.raises(ConfigError, match=message), engine_of(folder, **given):
+        pass
+
+
+def test_a_class_stays_in_its_process(tmp_path: Path) -> None:
+    from ranks import write_model
+
+    options = {"distributed_executor_backend": Counting, "load_format": "dummy"}
+    config = {"model": str(write_model(tmp_path, "LlamaForCausalLM")), **options}
+    with pytest.raises(ConfigError, match="Counting is a class of this process, and data_parallel"):
+        EngineConfig(**config, data_parallel_size=2)
+    planned = prepare_model(EngineConfig(**config, skip_tokenizer_init=True)).planned
+    with pytest.raises(ConfigError, match="Counting is a class of this process, and the en"):
+        start_message(planned.plan)

@@ -221,9 +221,11 @@ def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
         planned.plan.num_threads,
         planned.plan.config.ray_placement_group,
     )
-    is_alone = planned.plan.config.num_processes == 1
-    given = planned.plan.config.distributed_executor_backend or "mp"
-    return make_executor(name or ("inline" if is_alone else given), spec)
+    config = planned.plan.config
+    given = config.executor_class or "inline"
+    if config.num_processes > 1:
+        given = config.distributed_executor_backend or "mp"
+    return make_executor(name or given, spec)
 
 
 def _build_ranks(

@@ -18,6 +18,7 @@ from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import Start
 from quire.engine.process.supervisor import Supervisor
 from quire.engine.process.watch import WatchConfig
+from quire.errors import ConfigError
 
 
 def supervised(
@@ -37,9 +38,15 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
     """Return what an engine is to build: the decisions of a plan, so that each engine after another
     has the same limits.
 
-    With `files`, each is built of these very files, wherever it runs, or not at all.
+    With `files`, each is built of these very files, wherever it runs, or not at all. Raises
+    ConfigError for what no other process can be told.
     """
     limits, config, folder = plan.limits, plan.config, plan.config.kv_cache_dir
+    if config.executor_class is not None:
+        raise ConfigError(
+            f"distributed_executor_backend={config.executor_class.__name__} is a class of this "
+            "process, and the engine is in another one; give a name"
+        )
     options: Mapping[str, Any] = asdict(config) | {
         "dtype": plan.dtype,
         "block_size": limits.block_size,

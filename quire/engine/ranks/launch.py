@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.common.version import __version__
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.plan.engine_plan import EnginePlan
@@ -25,7 +27,9 @@ def start_group(planned: PlannedModel, places: RankPlaces) -> RankGroup:
     shape = GroupShape(plan.config.pipeline_parallel_size, plan.config.tensor_parallel_size)
     if (reason := cpu.absence()) is not None:
         raise ConfigError(f"a model in {shape.size} processes needs the native kernels: {reason}")
-    start = start_message(plan, planned.files)
+    # how the others are run is this process's concern
+    config = replace(plan.config, distributed_executor_backend=None, ray_placement_group=None)
+    start = start_message(replace(plan, config=config), planned.files)
     memory = GroupMemory(shape, command_bytes(plan), plan.config.distributed_timeout_seconds)
     transport: Transport
     if places.host is None:
