@@ -15,6 +15,7 @@ from typing import Any, Self
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.config.foreign import translate
 from quire.config.limits import POLICIES
+from quire.config.processes import DistributedSsl, check_processes
 from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import KVTransferConfig
 from quire.errors import ConfigError
@@ -28,7 +29,6 @@ RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
 EXECUTOR_BACKENDS = ("mp", "ray", "sockets", "uni")
-MAX_RANKS = 64
 QUANTIZATIONS = ("int8", "int4")
 STORED_QUANTIZATIONS = {
     "awq": ("awq",),
@@ -301,6 +301,11 @@ class EngineConfig:
         "name of the placement group for the processes but the first; by default the current one, "
         "or else one of their own",
     )
+    distributed_ssl: Mapping[str, Any] | None = _option(
+        None,
+        "files with which processes of one model encrypt their connections and know one another: "
+        '{"ssl_certfile": ..., "ssl_keyfile": ..., "ssl_ca_file": ...}',
+    )
     distributed_timeout_seconds: float = _option(
         10.0, "a process of the model that gives no sign of life for so long is replaced"
     )
@@ -475,6 +480,12 @@ class EngineConfig:
             )
 
     @property
+    def ssl(self) -> DistributedSsl | None:
+        """`distributed_ssl`, judged; None where nothing is encrypted."""
+        given = self.distributed_ssl
+        return None if given is None else DistributedSsl.from_mapping(given)
+
+    @property
     def executor_class(self) -> type | None:
         """`distributed_executor_backend`, where it is a class."""
         given = self.distributed_executor_backend
@@ -531,55 +542,7 @@ class EngineConfig:
                 f"expert_memory={self.expert_memory!r} needs weights_cache, too: the folder for "
                 "the file that all experts are in"
             )
-        self._check_ranks()
-
-    def _check_ranks(self) -> None:
-        num_ranks, timeout = self.tensor_parallel_size, self.distributed_timeout_seconds
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if getattr(self, name) > MAX_RANKS:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is too many: at most {MAX_RANKS} are possible"
-                )
-        if self.num_processes > MAX_RANKS:
-            raise ConfigError(
-                f"tensor_parallel_size={num_ranks} times pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} are too many processes: at most {MAX_RANKS} are "
-                "possible"
-            )
-        if num_ranks == 1 and self.enable_expert_parallel:
-            raise ConfigError(
-                "enable_expert_parallel=True divides experts among ranks, and "
-                "tensor_parallel_size=1 is one; give 2 or more, or leave it out"
-            )
-        if self.num_processes > 1 and self.distributed_executor_backend == "uni":
-            name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"
-            raise ConfigError(
-                f"distributed_executor_backend='uni' is one process, and {name}="
-                f"{getattr(self, name)} needs more; give 'mp', or leave it out"
-            )
-        if self.executor_class is not None and self.data_parallel_size > 1:
-            raise ConfigError(
-                f"distributed_executor_backend={self.executor_class.__name__} is a class of this "
-                f"process, and data_parallel_size={self.data_parallel_size} engines are in "
-                "processes of their own; leave one of them out"
-            )
-        is_ray = self.distributed_executor_backend == "ray"
-        if is_ray and self.num_processes == 1:
-            raise ConfigError(
-                "distributed_executor_backend='ray' divides one model among nodes, and "
-                "tensor_parallel_size=1 is one process; give 2 or more, or leave it out"
-            )
-        if self.ray_placement_group is not None and not is_ray:
-            raise ConfigError(
-                f"ray_placement_group={self.ray_placement_group!r} needs "
-                "distributed_executor_backend='ray'"
-            )
-        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not is_number or not 1.0 <= timeout <= 3600.0:
-            raise ConfigError(
-                f"distributed_timeout_seconds={timeout!r} must be seconds from 1 to 3600: signs of "
-                "life come four times a second"
-            )
+        check_processes(self)
 
     def _check_adapters(self) -> None:
         """Refuse room for adapters where none are served."""

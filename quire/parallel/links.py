@@ -4,8 +4,9 @@ and how each knows that the other belongs to the group.
 The first process has a doorway, at an address that the others are told together with a secret.
 Each opens one of its own, says there where that is, and is told where all are; then each pair of
 processes that exchange anything connects. Both ends of a connection prove that they know the
-secret, for nonces of this connection, before anything else is read from it. What then passes is
-neither encrypted nor signed: the network between the hosts of a group must be one's own.
+secret, for nonces of this connection, before anything else is read from it. With certificates all
+of this and what follows is within TLS; otherwise what passes is neither encrypted nor signed, and
+the network between the hosts of a group must be one's own.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import json
 import queue
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from quire.common.tls import TlsContexts
 from quire.errors import ConfigError, EngineError
+from quire.parallel.bridge import bridged
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -33,6 +37,14 @@ _MAX_GREETINGS = 256
 """Connections that are being greeted at a time; more are closed. A group of 64 has less."""
 
 
+class Credentials(NamedTuple):
+    """What a process of a group shows, and wants to be shown."""
+
+    secret: bytes
+    tls: TlsContexts | None = None
+    """Without it, nothing is encrypted."""
+
+
 class Introduced(NamedTuple):
     """A connection of another process of the group, and what it said first."""
 
@@ -41,11 +53,12 @@ class Introduced(NamedTuple):
 
 
 class Doorway:
-    """A listening socket, and a thread that admits those who know the secret."""
+    """A listening socket, and a thread that admits those who know the secret and, where there is
+    TLS, have a certificate."""
 
-    def __init__(self, host: str, secret: bytes) -> None:
+    def __init__(self, host: str, wanted: Credentials) -> None:
         """Raises ConfigError where this host has no such address."""
-        self._secret = secret
+        self._secret, self._tls = wanted
         self._arrivals: queue.SimpleQueue[Introduced] = queue.SimpleQueue()
         self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
         self._is_closed = threading.Event()
@@ -94,6 +107,9 @@ class Doorway:
     def _greet(self, sock: socket.socket) -> None:
         try:
             deadline_s = time.monotonic() + GREETING_TIMEOUT_S
+            if self._tls is not None:
+                sock.settimeout(GREETING_TIMEOUT_S)
+                sock = self._tls.server.wrap_socket(sock, server_side=True)
             asked = receive_exactly(sock, _NONCE_BYTES, deadline_s)
             answered = secrets.token_bytes(_NONCE_BYTES)
             sock.sendall(answered + _proof(self._secret, b"admits", asked, answered))
@@ -108,16 +124,20 @@ class Doorway:
 
 
 def dial(
-    address: tuple[str, int], secret: bytes, record: Mapping[str, Any], deadline_s: float
+    address: tuple[str, int], shown: Credentials, record: Mapping[str, Any], deadline_s: float
 ) -> socket.socket:
     """Connect to a doorway, and say this first. Raises EngineError where no process is there by
-    then, or one that does not know the secret."""
+    then, or one that lacks the same credentials."""
+    secret, tls = shown
     name = f"a process of the model at {address[0]}:{address[1]}"
     try:
         sock = socket.create_connection(address, max(0.1, deadline_s - time.monotonic()))
     except OSError as error:
         raise EngineError(f"{name} cannot be reached: {error.strerror or error}") from None
     try:
+        if tls is not None:
+            sock.settimeout(max(0.1, deadline_s - time.monotonic()))
+            sock = tls.client.wrap_socket(sock)
         asked = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(asked)
         answer = receive_exactly(sock, _NONCE_BYTES + _PROOF_BYTES, deadline_s)
@@ -150,7 +170,7 @@ def prepare(sock: socket.socket, silence_s: float) -> int:
     ):  # fmt: skip
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return sock.detach()
+    return bridged(sock) if isinstance(sock, ssl.SSLSocket) else sock.detach()
 
 
 def send_record(sock: socket.socket, record: Mapping[str, Any]) -> None:

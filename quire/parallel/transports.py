@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from quire.common.tls import TlsContexts, mutual_tls
+from quire.config.processes import SSL
 from quire.errors import ConfigError, EngineError
 from quire.parallel.links import (
     GREETING_TIMEOUT_S,
+    Credentials,
     Doorway,
     Introduced,
     dial,
@@ -96,25 +99,31 @@ class SocketTransport:
 
     filenos: Sequence[int] = ()
 
-    def __init__(self, memory: GroupMemory, host: str, facts: str) -> None:
+    def __init__(
+        self, memory: GroupMemory, host: str, facts: str, ssl: Mapping[str, str] | None = None
+    ) -> None:
         """`host` is the address at which the others reach this process; `facts` is what they must
-        have in common with it."""
+        have in common with it; `ssl` are paths of each one's certificate, by the names of
+        `DistributedSsl`. Raises ConfigError."""
         if memory.command_bytes > _MOST_COMMAND_BYTES:
             raise ConfigError(
                 f"the largest step takes {memory.command_bytes} bytes to tell the other processes "
                 f"of, and at most {_MOST_COMMAND_BYTES} are sent; give fewer max_num_batched_tokens"
             )
         self._memory, self._host, self._facts = memory, host, facts
+        self._ssl, self._tls = ssl, _contexts(ssl)
         self.sections = _private(memory)
         self._doorway: Doorway | None = None
-        self._secret = b""
+        self._shown = Credentials(b"")
 
     def renew(self) -> Mapping[str, Any]:
         self._shut_doorway()
         self.sections.reset()
-        self._secret = secrets.token_bytes(32)  # former processes may still be on their way
-        self._doorway = Doorway(self._host, self._secret)
-        return {"doorway": self._doorway.address, "secret": self._secret.hex()}
+        secret = secrets.token_bytes(32)  # former processes may still be on their way
+        self._shown = Credentials(secret, self._tls)
+        self._doorway = Doorway(self._host, self._shown)
+        told = {"doorway": self._doorway.address, "secret": secret.hex()}
+        return told | ({} if self._ssl is None else {"ssl": self._ssl})
 
     def connect(self, look: Callable[[], None], deadline_s: float) -> None:
         assert self._doorway is not None, "connected twice"
@@ -135,7 +144,7 @@ class SocketTransport:
             for each in found.values():
                 with contextlib.suppress(OSError):  # it will be missed
                     send_record(each.sock, {"addresses": table})
-            _connect(self.sections, doorway, self._secret, table, early, self._memory.silence_s)
+            _connect(self.sections, doorway, self._shown, table, early, self._memory.silence_s)
         finally:
             for each in (*found.values(), *early):
                 each.sock.close()
@@ -177,26 +186,35 @@ def join(start: Mapping[str, Any], memory: GroupMemory, facts: str) -> Membershi
     `start["rank"]`, and its own address, if it needs one, `start["host"]`."""
     if "filenos" in start:
         return Membership(Sections(start["filenos"], *memory), lambda: None, lambda: None)
-    sections = _private(memory)
+    sections, tls = _private(memory), _contexts(start.get("ssl"))
 
     def connect() -> None:
-        secret = bytes.fromhex(start["secret"])
+        shown = Credentials(bytes.fromhex(start["secret"]), tls)
         host, port = start["doorway"]
-        doorway = Doorway(start["host"], secret)
+        doorway = Doorway(start["host"], shown)
         try:
             record = {"process": start["rank"], "address": doorway.address, "facts": facts}
             # the first process may have much to load itself before it answers
             deadline_s = time.monotonic() + start["load_timeout_s"]
-            with dial((host, port), secret, record, deadline_s) as sock:
+            with dial((host, port), shown, record, deadline_s) as sock:
                 try:
                     table = receive_record(sock, deadline_s)["addresses"]
                 except (OSError, ValueError, KeyError):
                     raise EngineError("the first process does not say where all are") from None
-            _connect(sections, doorway, secret, table, [], memory.silence_s)
+            _connect(sections, doorway, shown, table, [], memory.silence_s)
         finally:
             doorway.close()
 
     return Membership(sections, connect, sections.reset)
+
+
+def _contexts(ssl: Mapping[str, str] | None) -> TlsContexts | None:
+    if ssl is None:
+        return None
+    try:
+        return mutual_tls(ssl["ssl_certfile"], ssl["ssl_keyfile"], ssl["ssl_ca_file"])
+    except OSError as error:
+        raise ConfigError(f"{SSL}: the certificates cannot be used: {error}") from error
 
 
 def _private(memory: GroupMemory) -> Sections:
@@ -206,7 +224,7 @@ def _private(memory: GroupMemory) -> Sections:
 def _connect(
     sections: Sections,
     doorway: Doorway,
-    secret: bytes,
+    shown: Credentials,
     table: Sequence[Sequence[Any]],
     early: list[Introduced],
     silence_s: float,
@@ -222,7 +240,7 @@ def _connect(
                 host, port = table[sections.process_of(each.section, rank)]
                 record = {"section": each.section, "rank": each.rank}
                 greeting_s = min(deadline_s, time.monotonic() + GREETING_TIMEOUT_S)
-                sock = dial((host, port), secret, record, greeting_s)
+                sock = dial((host, port), shown, record, greeting_s)
                 filenos[each.section, rank] = prepare(sock, silence_s)
             missing |= {(each.section, rank) for rank in range(each.rank + 1, each.size)}
         while missing:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
+from quire.config.processes import SSL
 from quire.errors import ConfigError
 from quire.routing.choices import POLICIES
 
@@ -97,7 +98,8 @@ class RaySettings:
     def engine_config(self, **more: Any) -> EngineConfig:
         """Return the engine's options. Raises ConfigError."""
         options = {"num_threads": 1, **self.engine}
-        config = EngineConfig.from_options(self.model, options)
+        alone = {name: each for name, each in options.items() if name != SSL}
+        config = EngineConfig.from_options(self.model, alone)
         if config.num_processes > 1 and config.distributed_executor_backend is None:
             options["distributed_executor_backend"] = "ray"
         return EngineConfig.from_options(self.model, options | more)

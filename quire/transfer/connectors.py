@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import socket
-import ssl
 import stat
 import struct
 import threading
@@ -26,6 +25,7 @@ import numpy as np
 
 from quire.common.failures import log_failure
 from quire.common.lookup import look_up
+from quire.common.tls import TlsContexts, mutual_tls
 from quire.config.transfer import NAME, SHARED_MEMORY, UNIX, KVTransferConfig, is_loopback
 from quire.core.transfers import RemotePrefix
 from quire.errors import ConfigError
@@ -234,7 +234,7 @@ class TcpConnector:
     def accept(self, sock: socket.socket) -> socket.socket:
         sock.settimeout(_GREET_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock if self._tls is None else self._tls[0].wrap_socket(sock, server_side=True)
+        return sock if self._tls is None else self._tls.server.wrap_socket(sock, server_side=True)
 
     def connect(self, remote: RemotePrefix, deadline_s: float) -> socket.socket:
         extra = self._config.kv_connector_extra_config
@@ -250,7 +250,7 @@ class TcpConnector:
         if self._tls is None:
             return sock
         try:
-            return self._tls[1].wrap_socket(sock)
+            return self._tls.client.wrap_socket(sock)
         except BaseException:
             sock.close()
             raise
@@ -422,25 +422,15 @@ def _heads(lease: StagedPrompt, ask: PullRequest) -> tuple[ChunkHead, ...]:
     return tuple(found)
 
 
-def _tls_contexts(config: KVTransferConfig) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
+def _tls_contexts(config: KVTransferConfig) -> TlsContexts | None:
     """Return those of a server and of a client, each of which checks the other's certificate."""
     extra = config.kv_connector_extra_config
     if extra.ssl_certfile is None:
         return None
-    found = []
-    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # Engines are known by who signed for them, not by names: addresses come with requests.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_cert_chain(extra.ssl_certfile, extra.ssl_keyfile)
-            context.load_verify_locations(extra.ssl_ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{NAME}: the certificates cannot be used: {error}") from error
-        found.append(context)
-    return found[0], found[1]
+    try:
+        return mutual_tls(extra.ssl_certfile, extra.ssl_keyfile, extra.ssl_ca_file)
+    except OSError as error:
+        raise ConfigError(f"{NAME}: the certificates cannot be used: {error}") from error
 
 
 def _check_own(folder: Path) -> None:

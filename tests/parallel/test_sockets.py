@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,13 +21,16 @@ from typing import Any
 
 import pytest
 import torch
+from certificates import write_certificates
 from ranks import OLMOE, answers, engine_of, ranks_of, write_model
 
+from quire.common.tls import TlsContexts, mutual_tls
+from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, EngineError
 from quire.kernels import cpu
 from quire.kernels.exchange import Exchange
 from quire.parallel import links, transports
-from quire.parallel.links import Doorway, dial, receive_record
+from quire.parallel.links import Credentials, Doorway, dial, receive_record
 from quire.parallel.sections import GroupShape, Joined, Sections
 from quire.parallel.shared_memory import GATHER_BYTES, Kind, RankCommand, SharedMemory
 from quire.parallel.transports import GroupMemory, SocketTransport, join
@@ -239,7 +243,7 @@ def test_what_no_rank_sends_ends_the_connection(message: bytes) -> None:
 
 def test_a_stranger_is_told_nothing_and_holds_up_nobody() -> None:
     secret = secrets.token_bytes(32)
-    doorway = Doorway("127.0.0.1", secret)
+    doorway = Doorway("127.0.0.1", Credentials(secret))
     silent = [socket.create_connection(doorway.address) for _ in range(20)]
     try:
         with socket.create_connection(doorway.address) as stranger:
@@ -250,8 +254,8 @@ def test_a_stranger_is_told_nothing_and_holds_up_nobody() -> None:
                 assert stranger.recv(1) == b""
         assert doorway.take(0.1) is None
         with pytest.raises(EngineError, match="does not know this group's secret"):
-            dial(doorway.address, b"another", {}, time.monotonic() + 10.0)
-        with dial(doorway.address, secret, {"process": 3}, time.monotonic() + 10.0):
+            dial(doorway.address, Credentials(b"another"), {}, time.monotonic() + 10.0)
+        with dial(doorway.address, Credentials(secret), {"process": 3}, time.monotonic() + 10.0):
             arrival = doorway.take(10.0)
         assert arrival is not None and arrival.record == {"process": 3}
         arrival.sock.close()
@@ -260,7 +264,63 @@ def test_a_stranger_is_told_nothing_and_holds_up_nobody() -> None:
         for each in silent:
             each.close()
     with pytest.raises(EngineError, match="cannot be reached"):
-        dial(doorway.address, secret, {}, time.monotonic() + 1.0)
+        dial(doorway.address, Credentials(secret), {}, time.monotonic() + 1.0)
+
+
+def test_only_who_has_a_certificate_is_admitted_and_sends_what_arrives_whole(
+    tmp_path: Path,
+) -> None:
+    ours, others = (
+        mutual_tls(*write_certificates(tmp_path, name).values()) for name in ("ours", "others")
+    )
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # any end, and has no certificate itself
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    secret = secrets.token_bytes(32)
+    doorway = Doorway("127.0.0.1", Credentials(secret, ours))
+    try:
+        for tls in (None, others, TlsContexts(ours.server, trusting)):
+            with pytest.raises(EngineError, match="does not answer"):
+                dial(doorway.address, Credentials(secret, tls), {}, time.monotonic() + 10.0)
+        with pytest.raises(EngineError, match="does not know this group's secret"):
+            dial(doorway.address, Credentials(b"another", ours), {}, time.monotonic() + 10.0)
+        assert doorway.take(0.1) is None
+        sock = dial(doorway.address, Credentials(secret, ours), {}, time.monotonic() + 10.0)
+        arrival = doorway.take(10.0)
+    finally:
+        doorway.close()
+    assert arrival is not None
+    memories = [SharedMemory(-1, COMMAND_BYTES) for _ in range(2)]
+    exchanges = [each.exchange(rank, 2, 5.0) for rank, each in enumerate(memories)]
+    for rank, each in enumerate((sock, arrival.sock)):
+        peer = (1 - rank, links.prepare(each, 5.0))
+        exchanges[rank].native.connect([peer], memories[rank].num_bytes)
+    value = torch.randn(GATHER_BYTES // 2 // 4096 + 3, 1024)  # both send at the same time
+    parts = (range(300), range(300, 1024))
+
+    def gather(exchange: Exchange) -> torch.Tensor:
+        own = parts[exchange.rank]
+        return exchange.columns(value[:, own.start : own.stop].contiguous(), [own], 1024)
+
+    found = at_once(*(lambda each=each: gather(each) for each in exchanges))
+    assert all(torch.equal(each, value) for each in found)
+    exchanges[0].native.lose(0)  # a connection that ends is noticed through the bridge
+    with pytest.raises(RuntimeError, match="a rank of the group is gone"):
+        gather(exchanges[1])
+    for each in exchanges:
+        each.native.reset()
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    memory, files = GroupMemory(GroupShape(1, 2), COMMAND_BYTES, 5.0), write_certificates(tmp_path)
+    (tmp_path / "ours.key").write_text("nothing")
+    with pytest.raises(ConfigError, match="distributed_ssl: the certificates cannot be used"):
+        SocketTransport(memory, "127.0.0.1", "alike", files)
+    given: dict[str, Any] = {"model": "m", "tensor_parallel_size": 2, "distributed_ssl": files}
+    with pytest.raises(ConfigError, match="with distributed_executor_backend='mp' they send noth"):
+        EngineConfig(**given)
+    given |= {"distributed_executor_backend": "sockets", "distributed_ssl": {"ssl_keyfile": "x"}}
+    with pytest.raises(ConfigError, match="distributed_ssl: ssl_certfile=None must be a path"):
+        EngineConfig(**given)
 
 
 def test_a_connection_that_cannot_be_taken_is_not_the_last_one(
@@ -282,7 +342,8 @@ def test_a_connection_that_cannot_be_taken_is_not_the_last_one(
             return getattr(self._listener, name)
 
     monkeypatch.setattr(socket, "create_server", Listener)
-    doorway, secret = Doorway("127.0.0.1", b"s" * 32), b"s" * 32
+    secret = Credentials(b"s" * 32)
+    doorway = Doorway("127.0.0.1", secret)
     with contextlib.closing(doorway):
         with dial(doorway.address, secret, {"process": 1}, time.monotonic() + 20.0):
             arrival = doorway.take(20.0)
@@ -292,12 +353,16 @@ def test_a_connection_that_cannot_be_taken_is_not_the_last_one(
 
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ConfigError, match="give an address of this host"):
-        Doorway("192.0.2.7", b"")
+        Doorway("192.0.2.7", Credentials(b""))
 
 
-def test_every_process_of_a_group_is_connected_to_those_it_waits_for() -> None:
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_every_process_of_a_group_is_connected_to_those_it_waits_for(
+    is_encrypted: bool, tmp_path: Path
+) -> None:
     memory = GroupMemory(GroupShape(3, 2), COMMAND_BYTES, 5.0)
-    leader = SocketTransport(memory, "127.0.0.1", "alike")
+    files = write_certificates(tmp_path) if is_encrypted else None
+    leader = SocketTransport(memory, "127.0.0.1", "alike", files)
     told = {**leader.renew(), "load_timeout_s": 30.0, "host": "127.0.0.1"}
     members = [join(told | {"rank": number}, memory, "alike") for number in range(1, 6)]
     sides = [_side(sections, number) for number, sections in _views(leader, members)]
@@ -356,7 +421,7 @@ def test_a_process_of_another_version_is_refused() -> None:
     told = leader.renew()
     secret, (host, port) = bytes.fromhex(told["secret"]), told["doorway"]
     record = {"process": 1, "address": [host, port], "facts": "quire 2 with kernels for avx2"}
-    with dial((host, port), secret, record, time.monotonic() + 10.0) as sock:
+    with dial((host, port), Credentials(secret), record, time.monotonic() + 10.0) as sock:
         with pytest.raises(ConfigError, match=r"process 1 of the model has quire 2 with .*alike"):
             leader.connect(lambda: None, time.monotonic() + 10.0)
         with pytest.raises((OSError, ValueError)):
@@ -371,7 +436,11 @@ def test_a_process_of_another_version_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "options", "number"),
     [
-        ("LlamaForCausalLM", {}, {"tensor_parallel_size": 3, "dtype": "bfloat16"}, signal.SIGKILL),
+        (
+            "LlamaForCausalLM", {},
+            {"tensor_parallel_size": 3, "dtype": "bfloat16", "distributed_ssl": {}},
+            signal.SIGKILL,
+        ),
         (
             "OlmoeForCausalLM", OLMOE,
             {"tensor_parallel_size": 2, "enable_expert_parallel": True, "quantization": "int8"},
@@ -383,7 +452,7 @@ def test_a_process_of_another_version_is_refused() -> None:
             signal.SIGSTOP,
         ),
     ],
-    ids=["killed", "cut off", "frozen"],
+    ids=["encrypted and killed", "cut off", "frozen"],
 )  # fmt: skip
 def test_ranks_without_shared_memory_give_the_bits_of_one_process_and_are_replaced(
     tmp_path: Path,
@@ -394,7 +463,10 @@ def test_ranks_without_shared_memory_give_the_bits_of_one_process_and_are_replac
     number: signal.Signals | None,
 ) -> None:
     folder, ports = write_model(tmp_path, name, **sizes), _listening(os.getpid())
-    alone = {each: options[each] for each in options if "parallel" not in each}
+    if "distributed_ssl" in options:
+        options = options | {"distributed_ssl": write_certificates(tmp_path)}
+    divided = ("parallel", "distributed")
+    alone = {name: options[name] for name in options if not any(each in name for each in divided)}
     with engine_of(folder, **alone) as engine:
         expected = answers(engine)
     connections: list[int] = []

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.common.numbers import format_bytes
-from quire.config.engine import MAX_RANKS, EngineConfig
+from quire.config.engine import EngineConfig
+from quire.config.processes import MAX_RANKS
 from quire.engine.plan.experts import mixtures
 from quire.engine.plan.machine import Machine
 from quire.errors import ConfigError

@@ -28,14 +28,18 @@ def start_group(planned: PlannedModel, places: RankPlaces) -> RankGroup:
     if (reason := cpu.absence()) is not None:
         raise ConfigError(f"a model in {shape.size} processes needs the native kernels: {reason}")
     # how the others are run is this process's concern
-    config = replace(plan.config, distributed_executor_backend=None, ray_placement_group=None)
+    config = replace(
+        plan.config, distributed_executor_backend=None, ray_placement_group=None,
+        distributed_ssl=None,
+    )  # fmt: skip
     start = start_message(replace(plan, config=config), planned.files)
     memory = GroupMemory(shape, command_bytes(plan), plan.config.distributed_timeout_seconds)
     transport: Transport
     if places.host is None:
         transport = SharedTransport(memory)
     else:
-        transport = SocketTransport(memory, places.host, facts())
+        ssl = None if plan.config.ssl is None else plan.config.ssl.absolute()
+        transport = SocketTransport(memory, places.host, facts(), ssl)
     return RankGroup(
         places,
         transport,

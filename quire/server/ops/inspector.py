@@ -20,7 +20,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.config.engine import MAX_RANKS
+from quire.config.processes import MAX_RANKS
 from quire.engine.front.client import EngineStatus
 from quire.engine.loop.inspection import Inspection
 from quire.server.http.call import call_of
