@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, ForwardPass
 from quire.kernels.lora import StepAdapters
-from quire.kernels.placed import PlacedRows, StepContent
+from quire.kernels.placed import PlacedRows, Rotations, StepContent
 from quire.parallel.adapters import FollowedAdapters, LedAdapters
 from quire.parallel.divided import asked, pass_of
 from quire.parallel.group import RankGroup
@@ -38,12 +38,12 @@ class StepPiece(NamedTuple):
 
 
 def split_step(
-    num_stages: int, batch: AttentionBatch, num_wanted: Tensor | None
+    num_stages: int, batch: AttentionBatch, num_wanted: Tensor | None, *, sees_ahead: bool = False
 ) -> Iterator[StepPiece]:
-    """Yield the pieces of a step, in order."""
+    """Yield the pieces of a step, in order: one where tokens see others behind them."""
     num_tokens = batch.positions.numel()
     count = max(1, min(PIECES_PER_STAGE * num_stages, num_tokens // LEAST_TOKENS))
-    if count == 1:
+    if count == 1 or sees_ahead:
         yield StepPiece(range(num_tokens), batch, num_wanted)
         return
     for place in range(count):
@@ -100,27 +100,43 @@ class StagedPass:
         adapters: StepAdapters | None = None,
         content: StepContent | None = None,
     ) -> Tensor:
-        assert content is None, "it does not go from stage to stage"
         next_stage, results = self.group.next_stage, self.group.results
         assert next_stage is not None and results is not None
         num_pieces, states = 0, None
         with self.group.uninterrupted():
-            for piece in split_step(self.group.shape.num_stages, batch, num_wanted):
+            sees_ahead = content is not None and content.key_ends is not None
+            num_stages = self.group.shape.num_stages
+            for piece in split_step(num_stages, batch, num_wanted, sees_ahead=sees_ahead):
                 part = slice(piece.tokens.start, piece.tokens.stop)
                 ids, own = token_ids[part], of_stage(piece.batch, self.caches)
                 used = adapters
                 if used is not None:
                     used = used._replace(of_token=used.of_token[part])
+                brought = None if content is None else _content_of(content, piece.tokens)
                 command = asked(
-                    ids, positions[part], piece.batch, piece.num_wanted, self.adapters, used
-                )
-                states = self.own(ids, positions[part], own, kv_caches, None, used)
+                    ids, positions[part], piece.batch, piece.num_wanted, self.adapters, used,
+                    None if brought is None else brought._replace(placed=None),
+                )  # fmt: skip
+                states = self.own(ids, positions[part], own, kv_caches, None, used, brought)
                 next_stage.send(with_states(command, piece.tokens.start, states))
                 num_pieces += 1
             assert states is not None
             out = torch.empty((len(token_ids), states.shape[1]), dtype=states.dtype)
             results.receive(num_pieces, out)
         return out
+
+
+def _content_of(content: StepContent, tokens: range) -> StepContent:
+    """Return what some of a step's tokens have of what it brings from outside."""
+    part, (placed, rotations, key_ends) = slice(tokens.start, tokens.stop), content
+    if placed is not None:
+        is_here = (placed.tokens >= tokens.start) & (placed.tokens < tokens.stop)
+        placed = PlacedRows(placed.tokens[is_here] - tokens.start, placed.rows[is_here])
+    return StepContent(
+        placed,
+        None if rotations is None else Rotations(rotations.rows[part], rotations.table),
+        None if key_ends is None else key_ends[part],
+    )
 
 
 def of_stage(batch: AttentionBatch, caches: range) -> AttentionBatch:
@@ -154,10 +170,11 @@ def run_stage(
     (first_row, *numbers), (states, *tensors) = command.numbers, command.tensors
     assert states is not None
     plain = RankCommand(Kind.FORWARD, tuple(numbers), tuple(tensors))
-    token_ids, batch, num_wanted, used, _ = pass_of(plain, adapters)
+    token_ids, batch, num_wanted, used, brought = pass_of(plain, adapters)
     placed = PlacedRows(torch.arange(len(states)), states)
+    content = StepContent(placed) if brought is None else brought._replace(placed=placed)
     found = run(
         token_ids, batch.positions, of_stage(batch, caches), kv_caches,
-        num_wanted if is_last else None, used, StepContent(placed),
+        num_wanted if is_last else None, used, content,
     )  # fmt: skip
     return plain, first_row, found

@@ -74,7 +74,8 @@ def _even(sums: Sequence[int], num_parts: int) -> list[int]:
 
 def _places(program: Program) -> list[int]:
     """Return before which operations a program can be cut: one value is alive, no cache is used on
-    both sides, and between two places, and at both ends, there is attention."""
+    both sides, and between two places, and at both ends, there is attention. What a step brings
+    from outside beside the stream is for the first stage."""
     operations = program.operations
     last_read = {program.result: len(operations)}
     for index, operation in enumerate(operations):
@@ -84,10 +85,11 @@ def _places(program: Program) -> list[int]:
         cache: index for index, each in enumerate(operations) if (cache := _cache(each)) is not None
     }
     num_left = sum(isinstance(each, ops.Attend | ops.AttendAll) for each in operations)
+    num_placed = sum(isinstance(each, ops.AddPlaced) for each in operations)
     found, alive, open_caches, has_attention = [], set[int](), set[int](), False
     for index, operation in enumerate(operations):
         is_possible = len(alive) == 1 and not open_caches and has_attention and num_left > 0
-        if is_possible:
+        if is_possible and not num_placed:
             found.append(index)
             has_attention = False
         alive |= set(operation.outputs)
@@ -97,6 +99,7 @@ def _places(program: Program) -> list[int]:
         open_caches = {each for each in open_caches if last_use[each] > index}
         if isinstance(operation, ops.Attend | ops.AttendAll):
             has_attention, num_left = True, num_left - 1
+        num_placed -= isinstance(operation, ops.AddPlaced)
     return found
 
 

@@ -97,7 +97,7 @@ def test_drafts_are_right_as_often_and_outlast_a_lost_rank(
         assert model_drafts(engine).num_drafted > num_drafted
 
 
-def test_images_reach_all_ranks(tmp_path: Path) -> None:
+def test_images_reach_all_ranks_and_stages(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     write_qwen(tmp_path, "Qwen3VL")  # rows behind the first layers as well, and rotations by place
     prompts = [
@@ -107,11 +107,13 @@ def test_images_reach_all_ranks(tmp_path: Path) -> None:
         }
         for number in range(2)
     ]
-    with engine_of(tmp_path, **REAL) as engine:
+    options = {**REAL, "max_num_batched_tokens": 128}  # so that stages have pieces
+    with engine_of(tmp_path, **options) as engine:
         expected = answers(engine, images=prompts)
     assert expected[3][1:] != expected[4][1:]
-    with engine_of(tmp_path, **REAL, **TP) as engine:
-        assert answers(engine, images=prompts) == expected
+    for division in (TP, PP):
+        with engine_of(tmp_path, **options, **division) as engine:
+            assert answers(engine, images=prompts) == expected
 
 
 def test_ranks_share_kept_blocks_sleep_and_take_other_weights(

@@ -119,6 +119,7 @@ def test_pieces_have_every_token_once_and_end_where_sequences_go_on() -> None:
     assert [each.tokens for each in pieces] == [
         range(0, 32), range(32, 64), range(64, 97), range(97, 129), range(129, 162),
     ]  # fmt: skip
+    assert len(list(split_step(2, batch, wanted, sees_ahead=True))) == 1
     num_wanted = torch.zeros(4, dtype=torch.int32)
     for piece in pieces:
         own, part = piece.batch, slice(piece.tokens.start, piece.tokens.stop)

@@ -43,7 +43,6 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
     if config.pipeline_parallel_size > 1:
         # what is read or written of later stages has no way to the first process
         of_stages = {
-            f"{spec.architecture}, which reads images,": spec.vision is not None,
             f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
             f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
             "a draft head that reads inner layers": bool(spec.kept),
