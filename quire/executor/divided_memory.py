@@ -1,5 +1,9 @@
-"""Rank 0's access to the blocks of all ranks: as bytes of the whole model, in which each rank's
-heads are where they would be in one process."""
+"""Rank 0's access to the blocks of all processes: as bytes of the whole model, in which each one's
+layers and heads are where they would be in one process.
+
+The ranks of the first stage answer in the memory of their command. Behind them blocks go from stage
+to stage: each adds its own layers to what is read, and takes its own of what is written.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.common.numbers import ceil_div
+from quire.kernels.exchange import Exchange
 from quire.parallel.group import RankGroup
 from quire.parallel.shared_memory import Kind, RankCommand
 from quire.worker.memory import KVMemory
@@ -19,27 +25,62 @@ Payload = NDArray[np.uint8]
 
 
 class HeldHeads(NamedTuple):
-    """Which heads of one tensor of the pool each rank has."""
+    """Which heads of one tensor of the pool each rank of a stage has."""
 
     num_heads: int
     of_rank: tuple[range, ...]
+    head_bytes: int
+    """Of a block."""
+
+
+class StageHeads:
+    """The tensors of one stage, and where they are in a block of the whole."""
+
+    def __init__(self, start: int, held: Sequence[HeldHeads]) -> None:
+        """`held` is of each tensor, in the order in which the stage's processes have them."""
+        self._start, self._held = start, tuple(held)
+        self.end = start + sum(each.head_bytes * each.num_heads for each in held)
+
+    def part_bytes(self, rank: int) -> int:
+        """What a rank has of a block."""
+        return sum(each.head_bytes * len(each.of_rank[rank]) for each in self._held)
+
+    def put(self, whole: Payload, rank: int, part: Payload) -> None:
+        """Put a rank's part of blocks [n, bytes] where it is in the whole ones."""
+        for at, place in self._places(rank):
+            whole[:, place] = part[:, at]
+
+    def taken(self, whole: Payload, rank: int) -> Payload:
+        """Return a rank's part of whole blocks."""
+        return np.concatenate([whole[:, place] for _, place in self._places(rank)], axis=1)
+
+    def _places(self, rank: int) -> list[tuple[slice, slice]]:
+        """Where each tensor's heads are: in the rank's part, and in the whole."""
+        found, at, start = [], 0, self._start
+        for each in self._held:
+            heads, size = each.of_rank[rank], each.head_bytes
+            own, first = len(heads) * size, start + heads.start * size
+            found.append((slice(at, at + own), slice(first, first + own)))
+            at, start = at + own, start + each.num_heads * size
+        return found
 
 
 class DividedBlocks:
-    """Reads and writes blocks of all ranks."""
+    """Reads and writes blocks of all processes."""
 
-    def __init__(self, own: KVMemory, group: RankGroup, held: Sequence[HeldHeads]) -> None:
-        """`held` is of each tensor, in the order in which `own` has them."""
-        self._own, self._group, self._held = own, group, tuple(held)
-        sizes = [tensor[0, 0].nbytes for tensor in own.tensors]
-        self._head_bytes = sizes
-        num_ranks = group.shape.num_ranks
-        self._part_bytes = [
-            sum(size * len(each.of_rank[rank]) for size, each in zip(sizes, held, strict=True))
-            for rank in range(num_ranks)
-        ]
-        self.block_bytes = sum(
-            size * each.num_heads for size, each in zip(sizes, held, strict=True)
+    def __init__(
+        self, own: KVMemory, group: RankGroup, held: Sequence[Sequence[HeldHeads]]
+    ) -> None:
+        """`held` is of each stage."""
+        self._own, self._group = own, group
+        self._num_ranks = group.shape.num_ranks
+        self._stages: list[StageHeads] = []
+        for each in held:
+            start = self._stages[-1].end if self._stages else 0
+            self._stages.append(StageHeads(start, each))
+        self.block_bytes = self._stages[-1].end
+        self._part_bytes = max(
+            stage.part_bytes(rank) for stage in self._stages for rank in range(self._num_ranks)
         )
 
     def read_blocks(self, blocks: Sequence[int]) -> Payload:
@@ -56,55 +97,92 @@ class DividedBlocks:
 
     def _pieces(self, blocks: Sequence[int]) -> list[Sequence[int]]:
         """Blocks as many at a time as a command holds."""
-        row_bytes = len(self._part_bytes) * (max(self._part_bytes) + 4) + 8
+        row_bytes = self._group.shape.size * (self._part_bytes + 4) + 8
         at_once = max(1, self._group.memory.command_bytes // 2 // row_bytes)
         return [blocks[first : first + at_once] for first in range(0, len(blocks), at_once)]
 
-    def _room(self, blocks: Sequence[int]) -> torch.Tensor:
-        num_words = ceil_div(len(blocks) * max(self._part_bytes), 4)
-        return torch.zeros(len(self._part_bytes), num_words, dtype=torch.int32)
+    def _room(self, blocks: Sequence[int]) -> Tensor:
+        num_words = ceil_div(len(blocks) * self._part_bytes, 4)
+        return torch.zeros(self._num_ranks, num_words, dtype=torch.int32)
 
     def _read(self, blocks: Sequence[int]) -> Payload:
-        command = RankCommand(
-            Kind.READ_BLOCKS, (), (torch.tensor(blocks, dtype=torch.int64), self._room(blocks))
-        )
+        first, numbers = self._stages[0], torch.tensor(blocks, dtype=torch.int64)
+        command = RankCommand(Kind.READ_BLOCKS, (), (numbers, self._room(blocks)))
         own = self._group.call(command, lambda: self._own.read_blocks(blocks))
-        with self._group.uninterrupted():
-            self._group.exchange.native.wait_done()
-        _, room = self._group.memory.read().tensors
-        assert room is not None
         whole = np.empty((len(blocks), self.block_bytes), np.uint8)
-        for rank, num_bytes in enumerate(self._part_bytes):
-            part = own if rank == 0 else room[rank].view(torch.uint8).numpy()
-            self._put(whole, rank, part[: len(blocks) * num_bytes].reshape(len(blocks), -1))
+        first.put(whole, 0, own.reshape(len(blocks), -1))
+        with self._group.uninterrupted():
+            if self._num_ranks > 1:
+                self._group.exchange.native.wait_done()
+                _, room = self._group.memory.read().tensors
+                assert room is not None
+                for rank in range(1, self._num_ranks):
+                    num_bytes = len(blocks) * first.part_bytes(rank)
+                    part = room[rank].view(torch.uint8).numpy()[:num_bytes]
+                    first.put(whole, rank, part.reshape(len(blocks), -1))
+            for place, part in enumerate(self._read_later(numbers)):
+                stage, rank = divmod(place, self._num_ranks)
+                self._stages[1 + stage].put(whole, rank, part)
         return whole
 
+    def _read_later(self, blocks: Tensor) -> list[Payload]:
+        """Return the parts of the processes behind the first stage, each as wide as the widest."""
+        next_stage, results = self._group.next_stage, self._group.results
+        if next_stage is None or results is None:
+            return []
+        nothing = torch.empty((len(blocks), 0), dtype=torch.uint8)
+        next_stage.send(RankCommand(Kind.READ_BLOCKS, (self._part_bytes,), (blocks, nothing)))
+        num_parts = (len(self._stages) - 1) * self._num_ranks
+        out = torch.empty((len(blocks), num_parts * self._part_bytes), dtype=torch.uint8)
+        results.receive(1, out)
+        return list(np.split(out.numpy(), num_parts, axis=1))
+
     def _write(self, blocks: Sequence[int], rows: Payload) -> None:
-        room = self._room(blocks)
-        for rank, num_bytes in enumerate(self._part_bytes):
-            part = self._taken(rows, rank).reshape(-1)
-            room[rank].view(torch.uint8).numpy()[: len(blocks) * num_bytes] = part
-        command = RankCommand(
-            Kind.WRITE_BLOCKS, (), (torch.tensor(blocks, dtype=torch.int64), room)
-        )
-        mine = self._taken(rows, 0).reshape(-1)
+        first, room = self._stages[0], self._room(blocks)
+        for rank in range(self._num_ranks):
+            part = first.taken(rows, rank).reshape(-1)
+            room[rank].view(torch.uint8).numpy()[: part.size] = part
+        numbers = torch.tensor(blocks, dtype=torch.int64)
+        command = RankCommand(Kind.WRITE_BLOCKS, (), (numbers, room))
+        mine = first.taken(rows, 0).reshape(-1)
         self._group.call(command, lambda: self._own.write_blocks(blocks, mine))
+        next_stage = self._group.next_stage
+        if next_stage is not None:
+            parts = np.zeros(
+                (len(self._stages) - 1, self._num_ranks, rows.shape[0], self._part_bytes), np.uint8
+            )
+            for number, stage in enumerate(self._stages[1:]):
+                for rank in range(self._num_ranks):
+                    parts[number, rank, :, : stage.part_bytes(rank)] = stage.taken(rows, rank)
+            with self._group.uninterrupted():
+                sent = (numbers, torch.from_numpy(parts))
+                next_stage.send(RankCommand(Kind.WRITE_BLOCKS, (self._part_bytes,), sent))
 
-    def _put(self, whole: Payload, rank: int, part: Payload) -> None:
-        """Put a rank's heads where they are in the whole."""
-        at = start = 0
-        for size, each in zip(self._head_bytes, self._held, strict=True):
-            heads = each.of_rank[rank]
-            own = len(heads) * size
-            first = start + heads.start * size
-            whole[:, first : first + own] = part[:, at : at + own]
-            at, start = at + own, start + each.num_heads * size
 
-    def _taken(self, whole: Payload, rank: int) -> Payload:
-        """Return a rank's heads of the whole."""
-        start, parts = 0, []
-        for size, each in zip(self._head_bytes, self._held, strict=True):
-            heads = each.of_rank[rank]
-            parts.append(whole[:, start + heads.start * size : start + heads.stop * size])
-            start += each.num_heads * size
-        return np.concatenate(parts, axis=1)
+class LaterBlocks:
+    """The other end, in a process of a later stage."""
+
+    def __init__(self, memory: KVMemory, stage: int, rank: int, exchange: Exchange | None) -> None:
+        """`exchange` is what its stage's ranks have; None where it has one alone."""
+        self._memory, self._exchange = memory, exchange
+        self._stage, self._rank = stage, rank
+
+    def read(self, command: RankCommand) -> RankCommand:
+        """Return the command with what this stage has of the blocks behind what former ones had."""
+        (width,), (blocks, collected) = command.numbers, command.tensors
+        assert blocks is not None and collected is not None
+        own = torch.zeros((len(blocks), width), dtype=torch.uint8)
+        found = self._memory.read_blocks(blocks.tolist()).reshape(len(blocks), -1)
+        own[:, : found.shape[1]] = torch.from_numpy(found)
+        if self._exchange is not None:
+            num_ranks, rank = self._exchange.num_ranks, self._rank
+            mine = range(rank * width, (rank + 1) * width)
+            own = self._exchange.columns(own, [mine], num_ranks * width)
+        return command._replace(tensors=(blocks, torch.cat([collected, own], 1)))
+
+    def write(self, command: RankCommand) -> None:
+        """Take this process's part of the blocks."""
+        blocks, parts = command.tensors
+        assert blocks is not None and parts is not None
+        part = parts[self._stage - 1, self._rank, :, : self._memory.block_bytes]
+        self._memory.write_blocks(blocks.tolist(), part.contiguous().view(-1).numpy())

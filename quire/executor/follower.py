@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from quire.core.plan import BlockCopy
+from quire.executor.divided_memory import LaterBlocks
 from quire.kernels.exchange import Exchange
 from quire.nn.decoder import DecoderModel
 from quire.nn.head import DividedHead
@@ -92,6 +93,7 @@ class StageFollower:
         adapters: FollowedAdapters,
         source: StageReceiver,
         caches: range,
+        blocks: LaterBlocks,
         *,
         next_stage: StageSender | None = None,
         results: ResultSender | None = None,
@@ -99,7 +101,7 @@ class StageFollower:
     ) -> None:
         """Of a stage, the first rank alone has the way to the next one, or the way back."""
         self._model, self._memory, self._adapters = model, memory, adapters
-        self._source = source
+        self._source, self._blocks = source, blocks
         self._caches, self._is_last = caches, is_last
         self._next_stage, self._results = next_stage, results
         self._stage = Staging(model.kernels.device)
@@ -114,14 +116,11 @@ class StageFollower:
                 self._do(command)
 
     def _do(self, command: RankCommand) -> None:
+        if command.kind == Kind.READ_BLOCKS:
+            self._read(command)
+            return
         if command.kind != Kind.STAGE:
-            if command.kind == Kind.LOAD_ADAPTER:
-                self._adapters.load(command)
-            else:
-                (pairs,) = command.tensors
-                assert command.kind == Kind.COPY_BLOCKS and pairs is not None
-                copies = [BlockCopy(*pair) for pair in pairs.tolist()]
-                self._memory.copy_blocks(copies, self._model.kernels, self._stage)
+            self._use(command)
             if self._next_stage is not None:
                 self._next_stage.send(command)
             return
@@ -133,3 +132,24 @@ class StageFollower:
             self._next_stage.send(with_states(plain, first_row, states))
         if self._results is not None:
             self._results.send(first_row, states)
+
+    def _use(self, command: RankCommand) -> None:
+        if command.kind == Kind.LOAD_ADAPTER:
+            self._adapters.load(command)
+        elif command.kind == Kind.WRITE_BLOCKS:
+            self._blocks.write(command)
+        else:
+            (pairs,) = command.tensors
+            assert command.kind == Kind.COPY_BLOCKS and pairs is not None
+            copies = [BlockCopy(*pair) for pair in pairs.tolist()]
+            self._memory.copy_blocks(copies, self._model.kernels, self._stage)
+
+    def _read(self, command: RankCommand) -> None:
+        """Pass blocks on with this stage's layers; from the last one to the first process."""
+        found = self._blocks.read(command)
+        if self._next_stage is not None:
+            self._next_stage.send(found)
+        if self._results is not None:
+            _, collected = found.tensors
+            assert collected is not None
+            self._results.send(0, collected)

@@ -28,7 +28,7 @@ that cores share."""
 _ALIGNMENT = 64
 _MAX_HEADER = 256
 """Numbers that a command may have, shapes of tensors included."""
-_DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16)
+_DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8)
 
 
 class Kind(IntEnum):

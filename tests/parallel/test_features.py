@@ -132,7 +132,7 @@ def test_ranks_share_kept_blocks_sleep_and_take_other_weights(
     with engine_of(other, **REAL) as engine:
         changed = answers(engine)
     assert changed != expected
-    with engine_of(own, **options, **TP) as engine:
+    with engine_of(own, **options, **PP) as engine:
         assert answers(engine) == expected
         assert stats_of(engine).num_restored_blocks > 0, "stored by one process, found by none"
         group = ranks_of(engine).group

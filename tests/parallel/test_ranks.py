@@ -193,7 +193,6 @@ def test_nothing_of_a_group_is_left_behind(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"tensor_parallel_size": 65}, "at most 64"),
-        ({"pipeline_parallel_size": 2, "kv_offloading_size": 1}, "kv_offloading_size=1 is not ava"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "kernels='reference' is not avail"),
         (
             {"tensor_parallel_size": 2, "weights_cache": "/x", "expert_memory": "1MiB"},

@@ -15,8 +15,10 @@ from quire.core.scheduler.transfers import TransferredPrefixes, TransferStats
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.assembly.tiers import deciding_facts, identity_digest
 from quire.engine.plan.engine_plan import EnginePlan
+from quire.engine.plan.ranks import stages_of
 from quire.models.cutting import divisible_tokens
 from quire.models.lowering import lower
+from quire.program.operations import Program
 from quire.program.sharding import cache_heads, shard, split_evenly
 
 if TYPE_CHECKING:
@@ -80,20 +82,29 @@ def block_layout(plan: EnginePlan) -> BlockLayout:
     return BlockLayout(plan.limits.block_size, tensors, layer_tensors, layout.group_of)
 
 
-def _held_heads(plan: EnginePlan) -> list[HeldHeads]:
-    """Return which heads of each tensor of the pool each rank has, in the order of `KVMemory`."""
+def _held_heads(plan: EnginePlan) -> list[list[HeldHeads]]:
+    """Return which heads of each tensor of the pool each rank has, of each stage in the order of
+    its processes' `KVMemory`."""
+    num_stages = plan.config.pipeline_parallel_size
+    if num_stages == 1:
+        program, _ = lower(plan.spec)
+        return [_held_by_stage(plan, program, range(len(plan.spec.kv_layers)))]
+    return [
+        _held_by_stage(plan, stage.program, stage.caches)
+        for stage in stages_of(plan.spec, num_stages)
+    ]
+
+
+def _held_by_stage(plan: EnginePlan, program: Program, caches: range) -> list[HeldHeads]:
     from quire.executor.divided_memory import HeldHeads
 
-    num_ranks = plan.config.tensor_parallel_size
-    program, _ = lower(plan.spec)
+    num_ranks, found, places = plan.config.tensor_parallel_size, list[HeldHeads](), set[int]()
     counts = [
         cache_heads(shard(program, rank, num_ranks, divisible_tokens(plan.spec))[0])
         for rank in range(num_ranks)
     ]
-    found: list[HeldHeads] = []
-    places = set[int]()
-    for number, layer in enumerate(plan.spec.kv_layers):
-        place = plan.kv_layout.place_of[number]
+    for number, cache in enumerate(caches):
+        layer, place = plan.spec.kv_layers[cache], plan.kv_layout.place_of[cache]
         if place in places:
             continue
         places.add(place)
@@ -101,7 +112,8 @@ def _held_heads(plan: EnginePlan) -> list[HeldHeads]:
         if counts[0][number] == layer.num_kv_heads:  # not divided: all ranks have all
             parts = [range(layer.num_kv_heads)] * num_ranks
         assert [len(part) for part in parts] == [count[number] for count in counts]
-        held = HeldHeads(layer.num_kv_heads, tuple(parts))
+        head_bytes = plan.limits.block_size * KV_FORMATS[plan.kv_format].row_bytes(layer.head_dim)
+        held = HeldHeads(layer.num_kv_heads, tuple(parts), head_bytes)
         found += [held] * (1 if layer.is_latent else 2)
     return found
 

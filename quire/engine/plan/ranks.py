@@ -20,6 +20,8 @@ from quire.program.sharding import Shares, cache_heads, shard
 from quire.program.stages import Stage, cut_into_stages, most_stages
 from quire.quant.formats import WeightFormats
 
+PP = "pipeline_parallel_size"
+
 
 class RankShare(NamedTuple):
     """What one rank holds."""
@@ -41,13 +43,7 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
     }
     _refuse(refused, sizes_of(config))
     if config.pipeline_parallel_size > 1:
-        # what is read or written of later stages has no way to the first process
-        of_stages = {
-            f"kv_cache_dir={config.kv_cache_dir!r}": config.kv_cache_dir is not None,
-            f"kv_offloading_size={config.kv_offloading_size!r}": bool(config.kv_offloading_size),
-            "a draft head that reads inner layers": bool(spec.kept),
-        }
-        _refuse(of_stages, f"pipeline_parallel_size={config.pipeline_parallel_size}")
+        _refuse(_refused_of_stages(config, spec), f"{PP}={config.pipeline_parallel_size}")
     most = most_stages(lower(spec)[0])
     if config.pipeline_parallel_size > most:
         raise ConfigError(
@@ -56,6 +52,21 @@ def check_ranks(config: EngineConfig, spec: DecoderSpec) -> None:
         )
     if config.enable_expert_parallel:
         _check_experts(config.tensor_parallel_size, spec)
+
+
+def _refused_of_stages(config: EngineConfig, spec: DecoderSpec) -> dict[str, bool]:
+    refused = {"a draft head that reads inner layers": bool(spec.kept)}
+    if len({layer.window for layer in spec.kv_layers}) > 1:
+        # a block is of some layers alone, and which of the stages has these is not known there
+        which = "of a model with layers of several windows"
+        refused |= {
+            f"kv_cache_dir={config.kv_cache_dir!r} {which}": config.kv_cache_dir is not None,
+            f"kv_offloading_size={config.kv_offloading_size!r} {which}": bool(
+                config.kv_offloading_size
+            ),
+            f"kv_transfer_config {which}": config.kv_transfer is not None,
+        }
+    return refused
 
 
 def _refuse(given: Mapping[str, bool], sizes: str) -> None:
@@ -107,7 +118,7 @@ def decisions(
     if num_ranks > 1:
         yield "tensor_parallel_size", num_ranks, f"given; {_held(shares)}"
     if num_stages > 1:
-        stages = _stages(spec, num_stages)
+        stages = stages_of(spec, num_stages)
         layers = ", ".join(str(len(stage.caches)) for stage in stages)
         reason = f"given; layers of each stage: {layers}"
         yield "pipeline_parallel_size", num_stages, f"{reason}; {_held(shares)}"
@@ -122,7 +133,7 @@ def _held(shares: Sequence[RankShare]) -> str:
     return f"a process holds at most {largest} of the weights, of the KV cache {kv}"
 
 
-def _stages(spec: DecoderSpec, num_stages: int) -> list[Stage]:
+def stages_of(spec: DecoderSpec, num_stages: int) -> list[Stage]:
     program, parameters = lower(spec)
     return cut_into_stages(program, projection_sizes(parameters), num_stages)
 
@@ -141,7 +152,7 @@ def rank_shares(
     if num_stages * num_ranks == 1:
         return ()
     found, num_tokens = [], divisible_tokens(spec)
-    for stage in _stages(spec, num_stages):
+    for stage in stages_of(spec, num_stages):
         for rank in range(num_ranks):
             divided = stage.program, Shares()
             if num_ranks > 1:

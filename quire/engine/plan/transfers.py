@@ -34,11 +34,6 @@ def plan_transfers(config: EngineConfig, spec: DecoderSpec, is_host: bool) -> Tr
             f"{NAME} needs batch_invariant: without it, two engines compute other bits of the same "
             "prompt; leave one of them out"
         )
-    if config.pipeline_parallel_size > 1:
-        raise NotAvailableError(
-            f"{NAME} is not available with pipeline_parallel_size={config.pipeline_parallel_size} "
-            "yet; leave one of them out"
-        )
     if config.speculation is not None and config.speculation.is_modelled:
         raise NotAvailableError(
             f"{NAME} is not available beside a draft model yet, whose own keys and values would "

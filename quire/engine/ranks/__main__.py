@@ -148,6 +148,7 @@ def _connect(
 ) -> Callable[[DecoderModel, KVMemory, FollowedAdapters], None]:
     """Return what serves with a model, until the first process is gone. Signs of life are given on
     all ways in and out from now on, as far as there are connections."""
+    from quire.executor.divided_memory import LaterBlocks
     from quire.executor.follower import Follower, StageFollower
     from quire.parallel.sections import ROUND_S
 
@@ -168,8 +169,9 @@ def _connect(
             next_stage.greet()
         caches = model.caches
         assert caches is not None, "a stage that does not know its caches"
+        blocks = LaterBlocks(memory, stage, rank, None if shape.num_ranks == 1 else exchange)
         follower = StageFollower(
-            model, memory, adapters, source, caches,
+            model, memory, adapters, source, caches, blocks,
             next_stage=next_stage, results=results, is_last=is_last,
         )  # fmt: skip
         follower.serve(lambda: True, wait_s)

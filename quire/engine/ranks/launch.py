@@ -74,7 +74,7 @@ def command_bytes(plan: EnginePlan) -> int:
     block = 0
     if plan.transfers is not None or plan.tiers is not None:  # each may have all of one
         per_kv_token = sum(layer.bytes_per_token(plan.kv_format) for layer in plan.spec.kv_layers)
-        block = plan.config.tensor_parallel_size * (limits.block_size * per_kv_token + 4)
+        block = plan.config.num_processes * (limits.block_size * per_kv_token + 4)
     return bytes_of_command(
         num_tokens * per_token + num_rows * per_row + copies + adapter + block + 8,
         14 + 2 * num_groups,
