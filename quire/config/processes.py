@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from quire.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quire.config.engine import EngineConfig
 
 MAX_RANKS = 64
 SSL = "distributed_ssl"
@@ -48,7 +45,32 @@ class DistributedSsl:
         return {name: str(path.expanduser().absolute()) for name, path in paths.items()}
 
 
-def check_processes(config: EngineConfig) -> None:
+class ProcessOptions(Protocol):
+    """Those of `EngineConfig` that are judged here."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def enable_expert_parallel(self) -> bool: ...
+    @property
+    def distributed_executor_backend(self) -> str | type | None: ...
+    @property
+    def executor_class(self) -> type | None: ...
+    @property
+    def distributed_timeout_seconds(self) -> float: ...
+    @property
+    def ray_placement_group(self) -> str | None: ...
+    @property
+    def ssl(self) -> DistributedSsl | None: ...
+
+
+def check_processes(config: ProcessOptions) -> None:
     """Raise ConfigError for options of processes that are not possible, or not together."""
     num_ranks, timeout = config.tensor_parallel_size, config.distributed_timeout_seconds
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -76,7 +98,7 @@ def check_processes(config: EngineConfig) -> None:
         )
 
 
-def _check_backend(config: EngineConfig) -> None:
+def _check_backend(config: ProcessOptions) -> None:
     num_ranks, backend = config.tensor_parallel_size, config.distributed_executor_backend
     if config.num_processes > 1 and backend == "uni":
         name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"
