@@ -87,8 +87,8 @@ def test_a_class_that_is_no_executor_is_told_what_it_lacks(tmp_path: Path) -> No
 def test_a_class_stays_in_its_process(tmp_path: Path) -> None:
     from ranks import write_model
 
-    options = {"distributed_executor_backend": Counting, "load_format": "dummy"}
-    config = {"model": str(write_model(tmp_path, "LlamaForCausalLM")), **options}
+    options: dict[str, Any] = {"distributed_executor_backend": Counting, "load_format": "dummy"}
+    config: dict[str, Any] = {"model": str(write_model(tmp_path, "LlamaForCausalLM")), **options}
     with pytest.raises(ConfigError, match="Counting is a class of this process, and data_parallel"):
         EngineConfig(**config, data_parallel_size=2)
     planned = prepare_model(EngineConfig(**config, skip_tokenizer_init=True)).planned

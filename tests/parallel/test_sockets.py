@@ -291,8 +291,8 @@ def test_only_who_has_a_certificate_is_admitted_and_sends_what_arrives_whole(
     assert arrival is not None
     memories = [SharedMemory(-1, COMMAND_BYTES) for _ in range(2)]
     exchanges = [each.exchange(rank, 2, 5.0) for rank, each in enumerate(memories)]
-    for rank, each in enumerate((sock, arrival.sock)):
-        peer = (1 - rank, links.prepare(each, 5.0))
+    for rank, end in enumerate((sock, arrival.sock)):
+        peer = (1 - rank, links.prepare(end, 5.0))
         exchanges[rank].native.connect([peer], memories[rank].num_bytes)
     value = torch.randn(GATHER_BYTES // 2 // 4096 + 3, 1024)  # both send at the same time
     parts = (range(300), range(300, 1024))
