@@ -137,9 +137,7 @@ class AskedPass(NamedTuple):
 def pass_of(command: RankCommand, adapters: FollowedAdapters) -> AskedPass:
     """Return what a command asks for."""
     max_query_len, max_context_len, *group_of = command.numbers
-    token_ids, positions, query_start, context_len, wanted, used, of_token, *rest = (
-        command.tensors
-    )
+    token_ids, positions, query_start, context_len, wanted, used, of_token, *rest = command.tensors
     content, tables = _content_of(rest[:NUM_PARTS]), rest[NUM_PARTS:]
     assert token_ids is not None and positions is not None
     assert query_start is not None and context_len is not None
