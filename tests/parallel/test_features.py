@@ -83,6 +83,9 @@ def test_drafts_are_right_as_often_and_outlast_a_lost_rank(
     with engine_of(target / "target", **options, **division) as engine:
         assert answers(draft_all(engine)) == expected
         assert sum(engine.scheduler.stats.num_right_by_place) == num_right
+        assert num_right > 0 or method == "eagle"  # a model that drafts for itself is right
+        if division is PP:
+            return  # one loss is enough: a process takes seconds to start
         group, num_steps = ranks_of(engine).group, 0
         num_drafted = model_drafts(engine).num_drafted
 
@@ -136,15 +139,12 @@ def test_ranks_share_kept_blocks_sleep_and_take_other_weights(
         assert answers(engine) == expected
         assert stats_of(engine).num_restored_blocks > 0, "stored by one process, found by none"
         group = ranks_of(engine).group
-        pids = group.pids
-        engine.sleep(1)
-        assert not group.pids and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-        engine.wake_up()
-        assert answers(engine) == expected
         with pytest.raises(NotAvailableError, match="give a folder that all of them can read"):
             engine.load_weights({})
         engine.replace_weights(engine.load_weights(str(other)), "2")
         assert answers(engine) == changed
-        engine.sleep(2)  # what is loaded again is what was loaded last
-        engine.wake_up()
+        pids = group.pids
+        engine.sleep(2)
+        assert not group.pids and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        engine.wake_up()  # what is loaded again is what was loaded last
         assert answers(engine) == changed
