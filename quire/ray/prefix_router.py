@@ -86,7 +86,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
                 self._shares[number, name] = share
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Take it out again, however it has ended. Serve calls this in a thread of Ray's."""
+        """Take it out again, however it has ended. Serve may call this in a thread of Ray's."""
         name = replica_id.unique_id
         with self._counting:
             share = self._shares.pop((internal_request_id, name), None)

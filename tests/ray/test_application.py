@@ -32,14 +32,16 @@ def cluster() -> Iterator[Any]:
 class Served:
     """The application behind a proxy of Serve's."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, prefix: str) -> None:
+        self._port, self._prefix = port, prefix
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
         try:
             content = None if body is None else json.dumps(body).encode()
-            connection.request(method, path, content, {"content-type": "application/json"})
+            connection.request(
+                method, self._prefix + path, content, {"content-type": "application/json"}
+            )
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:
@@ -63,14 +65,15 @@ def port(cluster: Any) -> Iterator[int]:
     serve.shutdown()
 
 
-def deploy(port: int, **args: Any) -> Served:
+def deploy(port: int, prefix: str = "", **args: Any) -> Served:
     from ray import serve
 
     from quire.ray import build_app
 
     engine = {"kv_cache_memory": "16MiB", **args.pop("engine", {})}
-    serve.run(build_app({"model": MODEL, "engine": engine, **args}), name="quire")
-    return Served(port)
+    app = build_app({"model": MODEL, "engine": engine, **args})
+    serve.run(app, name="quire", route_prefix=prefix or "/")
+    return Served(port, prefix)
 
 
 def num_running(name: str = "EngineReplica") -> int:
@@ -84,7 +87,9 @@ def test_a_replica_on_two_nodes_answers_as_one_process_does(port: int) -> None:
     params = SamplingParams(max_tokens=16, temperature=0)
     with LLM(MODEL, kv_cache_memory="16MiB", num_threads=1) as llm:
         expected = llm.generate(PROMPT, params)[0].outputs[0].text
-    served = deploy(port, engine={"tensor_parallel_size": 2}, replicas={"num_replicas": 1})
+    served = deploy(
+        port, "/stories", engine={"tensor_parallel_size": 2}, replicas={"num_replicas": 1}
+    )
     answer = served.complete(prompt=PROMPT, max_tokens=16, temperature=0)
     assert answer["choices"][0]["text"] == expected
     status, content = served.ask(
