@@ -5,12 +5,16 @@ Triton 3.6 keeps bfloat16 as 16-bit integers, multiplies those integers in `tl.d
 float32 off where it should round to nearest even. It computes `tl.dot` with one matrix product, and
 a BLAS may sum a row in another order when more rows are multiplied with it (OpenBLAS does on
 processors with AVX2 only), where a GPU's matrix instructions do not. It takes numbers out of arrays
-of one element in a way that numpy 2.4 refuses. And it prepares the whole language anew at each call
-of a function within a kernel, which takes longer than all the rest; once is enough.
+of one element in a way that numpy 2.4 refuses. It prepares the whole language anew at each call of
+a function within a kernel, which takes longer than all the rest; once is enough. It computes every
+sum and product of integers a second time, in 64 bits, for an assertion against overflow that is
+only made in a debugging mode. It lists all of numpy's types wherever it needs one. And for each
+value that it computes it checks the sizes of its block anew, and wraps each of them in objects.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 from typing import Any
@@ -67,9 +71,49 @@ def correct_interpreter() -> None:
             prepared.add(self.fn.__module__)
         return self.rewrite()(*args, **kwargs)
 
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
     interpreter.InterpretedFunction.__call__ = call
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     interpreter._patch_lang_tensor = patch_lang_tensor
+    _keep_types(tl, interpreter)
+
+
+def _keep_types(tl: Any, interpreter: Any) -> None:
+    """Have numpy's dtypes and the shapes of blocks made once for all values that have them."""
+    numpy_type, init_block = interpreter._get_np_dtype, tl.block_type.__init__
+    dtypes: dict[Any, Any] = {}
+    blocks: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    shapes: dict[int, tuple[Any, ...]] = {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if isinstance(scalar, tl.pointer_type):  # which has no hash
+            return numpy_type(scalar)
+        if scalar not in dtypes:
+            dtypes[scalar] = numpy_type(scalar)
+        return dtypes[scalar]
+
+    def new_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(each.value if isinstance(each, tl.constexpr) else each for each in shape)
+        if sizes not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[sizes] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, named = blocks[sizes]
+        self.name = f"<{named}, {element_ty}>"
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = type.shape if type.is_block() else ()
+        if id(sizes) not in shapes:  # kept with the rest, so that nothing else gets its id
+            wrapped = [tl.constexpr(each) for each in sizes]
+            shapes[id(sizes)] = tl.tuple(wrapped), tl.constexpr(math.prod(sizes)), sizes
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel, _ = shapes[id(sizes)]
+
+    interpreter._get_np_dtype = get_np_dtype
+    tl.block_type.__init__, tl.tensor.__init__ = new_block, new_tensor
 
 
 def dot(a: Any, b: Any, sums: Any) -> Any:
