@@ -38,6 +38,12 @@ class ExactFunctions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.replaced: set[str] = set()
         """Names of the functions that were called and replaced."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would guard each call against its compiler, which nothing here uses, and whose
+        import takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -71,8 +77,9 @@ def _sum(
     assert dims is not None and len(dims) == 1 and dtype is None, (dims, dtype)
     x = x.movedim(dims[0], -1)
     while x.shape[-1] > 1:
-        padded = torch.nn.functional.pad(x, (0, x.shape[-1] % 2))
-        x = padded[..., 0::2] + padded[..., 1::2]
+        if x.shape[-1] % 2:
+            x = torch.nn.functional.pad(x, (0, 1))
+        x = x[..., 0::2] + x[..., 1::2]
     return x.movedim(-1, dims[0]) if keepdim else x[..., 0]
 
 

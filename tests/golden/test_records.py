@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kernel_cases import IS_THOROUGH
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.kernels import cpu
@@ -43,6 +44,9 @@ def written(
 
 # of what a GPU does silently
 _INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+_REPEATED = {"gpt oss, interpreted"}
+"""All of whose kernels are in others: attention in "gpt oss, mxfp4", experts in "deepseek v3"."""
+_THOROUGH = pytest.mark.skipif(not IS_THOROUGH, reason="run by `make test-kernels`")
 _QUICK_ISAS = {"portable", cpu.isa() if cpu.IMPORT_ERROR is None else None}
 """On which the fast suite computes every case: the simplest, and what users of this machine get."""
 _QUICK_REFERENCES = {
@@ -58,7 +62,7 @@ def _marks(name: str, case: Case, backend: Backend) -> tuple[pytest.MarkDecorato
     """The fast suite computes every family in float32 on every instruction set, some on the
     reference back end, and all else on two."""
     if backend.kernels == "triton":
-        return _INTERPRETED
+        return (*_INTERPRETED, *([_THOROUGH] if name in _REPEATED else []))
     if backend.kernels == "reference":
         return () if name in _QUICK_REFERENCES else (pytest.mark.slow,)
     is_family = case.checkpoint in CONFIGS and case.options == {"dtype": "float32"}

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -28,8 +27,15 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-def test_no_batch_needs_a_kernel_of_its_own(compiled: dict[str, Any]) -> None:
-    """A compilation takes a second, in which every request waits."""
+def test_a_row_meets_the_same_kernel_and_instructions_in_any_company() -> None:
+    """No batch needs a kernel of its own: a compilation takes a second, in which every request
+    waits.
+
+    Tiles of either height, one split or several; projections of few rows and of many, gated or
+    not. And no row of attention is spread over warps, whose sums would be added in another
+    order.
+    """
+    found = compiled()
     most = {
         "attention_kernel": 3,
         "merge_kernel": 1,
@@ -37,24 +43,17 @@ def test_no_batch_needs_a_kernel_of_its_own(compiled: dict[str, Any]) -> None:
         "finish_kernel": 2,
         "norm_kernel": 1,
     }
-    assert compiled["variants"] == most, (
+    assert found["variants"] == most, (
         "attention in one split, in several, and side by side; projections likewise"
     )
-
-
-def test_a_row_meets_the_same_instructions_in_any_company(compiled: dict[str, Any]) -> None:
-    """Tiles of either height, one split or several; projections of few rows and of many, gated or
-    not. And no row of attention is spread over warps, whose sums would be added in another
-    order.
-    """
-    found = compiled["instructions"]
+    instructions = found["instructions"]
     for height in ("low", "tall"):
-        spread = found[f"{height}, columns of warps"]
+        spread = instructions[f"{height}, columns of warps"]
         assert len(spread) > 1 and all(each == ["1"] for each in spread)
     for one, other, kernel in (
         ("low", "tall", "HGMMA.64x64x16"),
         ("few rows", "many rows", "HGMMA.64x128x16"),
     ):
-        shapes = [each for kind in (one, other) for each in found[kind]]
+        shapes = [each for kind in (one, other) for each in instructions[kind]]
         assert len(shapes) > 2 and all(each == shapes[0] for each in shapes)
         assert any(shape.startswith(kernel) for shape in shapes[0])
