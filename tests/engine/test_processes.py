@@ -44,28 +44,53 @@ DIVISIONS: Mapping[str, dict[str, Any]] = {
     "DP 2 of TP 2": {DP: 2, TP: 2},
 }
 OF_ALL_FORMS = ("dense", "experts", "latent")
-USUAL = {
-    "dense": ("int8", "tiny pool"),
-    "experts": ("bfloat16", "int4", "drafts"),
-    "latent": ("float32", "KV fp8"),
+USUAL: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("dense", "int8"): ("TP 3", "PP 3", "PP 2 of TP 2 by sockets", "DP 2 of TP 2"),
+    ("dense", "tiny pool"): ("PP 2 of TP 2", "DP 2"),
+    ("experts", "bfloat16"): ("TP 3", "PP 2 of EP 2", "PP 2 of TP 2 by sockets"),
+    ("experts", "int4"): ("EP 2", "PP 2 of TP 2"),
+    ("experts", "drafts"): ("PP 3", "DP 2 of TP 2"),
+    ("latent", "float32"): ("TP 3", "PP 2 of EP 2", "PP 2 of TP 2 by sockets"),
+    ("latent", "KV fp8"): ("PP 3", "TP 2"),
+    ("windows", "bfloat16"): ("TP 2", "PP 3"),
+    ("norms over heads", "bfloat16"): ("TP 3", "PP 2"),
 }
-"""What is tried each time; all of it with QUIRE_TEST_DIVISIONS=all, which takes a quarter of an
-hour."""
+"""What is tried each time: the divisions that contain others, for a start of a process takes longer
+than all that it computes. With QUIRE_TEST_DIVISIONS=all, every form in every division, which takes
+a quarter of an hour."""
+IS_ALL = os.environ.get("QUIRE_TEST_DIVISIONS") == "all"
 
 
 def cases() -> Iterator[tuple[str, str]]:
-    is_all = os.environ.get("QUIRE_TEST_DIVISIONS") == "all"
+    if not IS_ALL:
+        yield from USUAL
+        return
     for model in MODELS:
-        some = tuple(FORMS) if is_all else USUAL.get(model, ())
-        for form in some if model in OF_ALL_FORMS else ("bfloat16",):
+        for form in FORMS if model in OF_ALL_FORMS else ("bfloat16",):
             yield model, form
+
+
+def divisions(model: str, form: str) -> tuple[str, ...]:
+    if not IS_ALL:
+        return USUAL[model, form]
+    has_experts = model in ("experts", "latent")
+    return tuple(
+        name
+        for name, given in DIVISIONS.items()
+        if has_experts or "enable_expert_parallel" not in given
+    )
+
+
+def test_every_division_is_tried_each_time() -> None:
+    assert {each for tried in USUAL.values() for each in tried} == {*DIVISIONS}
+    assert {model for model, _ in USUAL} == {*MODELS}
 
 
 @pytest.mark.parametrize(("model", "form"), list(cases()))
 def test_every_division_gives_the_bits_of_one_process(
     tmp_path: Path, model: str, form: str
 ) -> None:
-    (name, sizes), is_all = MODELS[model], os.environ.get("QUIRE_TEST_DIVISIONS") == "all"
+    name, sizes = MODELS[model]
     folder = write_model(tmp_path, name, **sizes | {"num_hidden_layers": 3})
     options = {"max_num_batched_tokens": 96} | FORMS[form]
     with engine_of(folder, **options) as engine:
@@ -74,10 +99,6 @@ def test_every_division_gives_the_bits_of_one_process(
     assert all(error is None for error, *_ in expected.values())
     if model == "dense":
         assert (num_preempted > 0) == (form == "tiny pool")
-    for division, given in DIVISIONS.items():
-        if "enable_expert_parallel" in given and model not in ("experts", "latent"):
-            continue
-        if "sockets" in division and not is_all and form != USUAL.get(model, ("",))[0]:
-            continue
-        with engine_of(folder, **options, **given) as engine:
+    for division in divisions(model, form):
+        with engine_of(folder, **options, **DIVISIONS[division]) as engine:
             assert answers(engine) == expected, division

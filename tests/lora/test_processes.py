@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,22 @@ def answers(llm: Any, adapters: list[LoRARequest | None]) -> list[Any]:
 
 @needs_ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "sizes", "backend"),
+    [
+        ({}, (2, 2), "sockets"),
+        ({"dtype": "bfloat16"}, (1, 2), "mp"),
+        ({"quantization": "int8"}, (3, 1), "mp"),
+    ],
+    ids=str,
+)
 def test_divided_models_serve_adapters_with_the_same_bits(
-    make_llm: MakeLLM, tmp_path: Path, spec: DecoderSpec, options: dict[str, Any]
+    make_llm: MakeLLM,
+    tmp_path: Path,
+    spec: DecoderSpec,
+    options: dict[str, Any],
+    sizes: tuple[int, int],
+    backend: str,
 ) -> None:
     given: dict[str, Any] = {"max_num_batched_tokens": 96, "max_loras": 2} | options
     folders = [
@@ -56,21 +70,17 @@ def test_divided_models_serve_adapters_with_the_same_bits(
     alone = make_llm(**given)
     expected, turned = answers(alone, chosen), answers(alone, chosen[::-1])
     assert turned != expected
-    all_sizes = ((2, 1), (3, 1), (1, 2), (2, 2))
-    for sizes in all_sizes if "quantization" in options else all_sizes[-1:]:
-        names = ("tensor_parallel_size", "pipeline_parallel_size")
-        backend = "sockets" if sizes == (2, 2) else "mp"
-        llm = make_llm(
-            **given,
-            **dict(zip(names, sizes, strict=True)),
-            distributed_executor_backend=backend,
-        )
-        assert answers(llm, chosen) == expected, sizes
-        group = ranks_of(llm.engine).group
-        os.kill(group.pids[-1], signal.SIGKILL)  # the new one knows no adapter
-        assert answers(llm, chosen[::-1]) == turned, sizes
-        assert answers(llm, chosen) == expected, sizes
-        llm.close()
+    llm = make_llm(
+        **given,
+        tensor_parallel_size=sizes[0],
+        pipeline_parallel_size=sizes[1],
+        distributed_executor_backend=backend,
+    )
+    assert answers(llm, chosen) == expected
+    group = ranks_of(llm.engine).group
+    os.kill(group.pids[-1], signal.SIGKILL)  # the new one knows no adapter
+    assert answers(llm, chosen[::-1]) == turned
+    assert answers(llm, chosen) == expected
 
 
 @needs_ranks
@@ -114,16 +124,17 @@ def test_divided_models_serve_adapters_of_all_but_experts_with_the_same_bits(
     chosen = [named[0], named[1], None, named[0]]
     given: dict[str, Any] = {"model": str(model), "max_num_batched_tokens": 96}
     expected = answers(make_llm(**given), chosen)
-    for sizes in ((2, 1), (1, 2)):
-        names = ("tensor_parallel_size", "pipeline_parallel_size")
-        llm = make_llm(**given, **dict(zip(names, sizes, strict=True)))
-        assert answers(llm, chosen) == expected, sizes
-        llm.close()
-    save_file(load_file(stored) | {name: table + 1}, stored)
+    llm = make_llm(**given, pipeline_parallel_size=2)
+    assert answers(llm, chosen) == expected
+    llm.close()
     llm = make_llm(**given, tensor_parallel_size=2)
+    assert answers(llm, chosen) == expected
+    other = shutil.copytree(folders[0], tmp_path / "other")
+    save_file(load_file(stored) | {name: table + 1}, other / stored.name)
     params = SamplingParams(max_tokens=2)
     prompt = TokensPrompt(prompt_token_ids=PROMPTS[0])
-    [refused] = llm.generate(prompt, params, lora_request=named[0], use_tqdm=False)
+    third = LoRARequest("other", 3, str(other))
+    [refused] = llm.generate(prompt, params, lora_request=third, use_tqdm=False)
     assert "another model.embed_tokens" in str(refused.error)
     [answered] = llm.generate(prompt, params, lora_request=named[1], use_tqdm=False)
     assert answered.error is None

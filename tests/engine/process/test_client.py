@@ -217,9 +217,9 @@ def test_an_idle_engine_is_never_lost(make_client: MakeClient) -> None:
 def test_a_poisonous_request_fails_alone(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client() as client:
-            calm = [
-                await _answer(client, _request(f"r{place}", max_tokens=300)) for place in range(6)
-            ]
+            calm = await asyncio.gather(
+                *(_answer(client, _request(f"r{place}", max_tokens=300)) for place in range(6))
+            )
             streams = [
                 asyncio.create_task(
                     _answer(client, _request(f"r{place}/x", max_tokens=300, seed=2))

@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL.Image")
 pytestmark = [timed, pytest.mark.slow]
 
-MAX_TOKENS = 200
+MAX_TOKENS = 120
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -85,9 +85,7 @@ def test_an_answer_about_images_goes_on_with_the_same_bits(tmp_path: Path) -> No
         async with _client(tmp_path) as client:
             undisturbed = await _answer(client, "calm")
             assert len(undisturbed[0]) == len(undisturbed[1]) == MAX_TOKENS
-            for number, kill_after in enumerate((1, 40), 1):
-                found = await _answer(client, f"killed {number}", kill_after=kill_after)
-                assert found == undisturbed
-                assert client.status().num_restarts == number
+            assert await _answer(client, "killed", kill_after=20) == undisturbed
+            assert client.status().num_restarts == 1
 
     asyncio.run(asyncio.wait_for(scenario(), 200.0))
