@@ -3,13 +3,13 @@ same."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import draft_heads
 import pytest
 from engines import run_all
 from guesses import draft_all, model_drafts
@@ -21,27 +21,37 @@ from quire.engine.assembly.preparation import plan_engine
 from quire.engine.loop.engine import Engine
 from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 
+if TYPE_CHECKING:
+    import draft_heads
+
 _MOST = 4
 _RNG = random.Random(3)
 _PROMPTS = [[_RNG.randrange(3, 96) for _ in range(length)] for length in (1, 2, 15, 16, 17, 40)]
+
+
+def _heads() -> Any:
+    """Their definitions, which take seconds to import: only where they are used."""
+    return importlib.import_module("draft_heads")
+
+
 _HEADS: dict[str, tuple[str, Callable[[Path], draft_heads.Head]]] = {
-    "eagle": ("eagle", lambda at: draft_heads.write_eagle(at / "target", at / "head")),
+    "eagle": ("eagle", lambda at: _heads().write_eagle(at / "target", at / "head")),
     "eagle that shares the embedding": (
         "eagle",
-        lambda at: draft_heads.write_eagle(at / "target", at / "head", has_embedding=False),
+        lambda at: _heads().write_eagle(at / "target", at / "head", has_embedding=False),
     ),
-    "eagle3": ("eagle3", lambda at: draft_heads.write_eagle3(at / "target", at / "head")),
+    "eagle3": ("eagle3", lambda at: _heads().write_eagle3(at / "target", at / "head")),
     "eagle3 under longer names": (
         "eagle3",
-        lambda at: draft_heads.write_eagle3(
+        lambda at: _heads().write_eagle3(
             at / "target", at / "head", is_normed=True, prefix="model."
         ),
     ),
-    "mtp": ("mtp", lambda at: draft_heads.write_mtp(at / "target")),
+    "mtp": ("mtp", lambda at: _heads().write_mtp(at / "target")),
 }
 
 
-_AS_OTHERS = {"eagle that shares the embedding", "eagle3 under longer names"}
+_AS_OTHERS = ("eagle that shares the embedding", "eagle3 under longer names")
 """Files of another form; read, they are heads that others are as well."""
 
 
@@ -83,15 +93,18 @@ def _run(engine: Engine, temperature: float, after_step: Any = lambda: None) -> 
 
 
 @pytest.mark.parametrize(
-    "circumstances",
+    ("name", "circumstances"),
     [
-        {},
-        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 4}, marks=pytest.mark.slow),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in _AS_OTHERS),
+        *((name, {}) for name in _HEADS if name not in _AS_OTHERS),
+        *(
+            pytest.param(
+                name, {"max_num_batched_tokens": 8, "max_num_seqs": 4}, marks=pytest.mark.slow
+            )
+            for name in _HEADS
+            if name not in _AS_OTHERS
+        ),
     ],
-)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in _AS_OTHERS else ()) for name in _HEADS],
 )
 def test_heads_draft_what_their_definitions_say(
     name: str, circumstances: dict[str, Any], tmp_path: Path
@@ -141,7 +154,7 @@ def _edited(folder: Path, **values: Any) -> None:
 
 
 def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
-    draft_heads.write_eagle3(tmp_path / "target", tmp_path / "head")
+    _heads().write_eagle3(tmp_path / "target", tmp_path / "head")
     options = _options("eagle3", tmp_path)
 
     def plan() -> None:
@@ -168,7 +181,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
 def test_a_head_without_its_tokens_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    draft_heads.write_eagle3(tmp_path / "target", tmp_path / "head")
+    _heads().write_eagle3(tmp_path / "target", tmp_path / "head")
     path = tmp_path / "head" / "model.safetensors"
     tensors = load_file(path)
     for offsets in (None, tensors["d2t"][:-1], tensors["d2t"] + 96):

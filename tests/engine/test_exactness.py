@@ -466,15 +466,26 @@ ESSENTIAL = {
     "overlapped, in little memory", "replayed",
 }  # fmt: skip
 IMPLIED = {"cached", "preempted", "overlapped", "restarted", "blocks of 8", "two threads"}
-"""Circumstances that harder ones contain, or that do not depend on what is computed with: the fast
-suite tries them in float32."""
+"""Circumstances that harder ones contain, or that do not depend on what is computed with: they are
+tried in float32."""
+ALIKE = {"bounded by time", "unchunked", "preempted, resumed from cache", "blocks of 32"}
+"""Circumstances that are tried with all numbers but variants, whose steps differ from those of
+others in what they compute with alone."""
+IS_ALL = os.environ.get("QUIRE_TEST_CIRCUMSTANCES") == "all"
+"""Try everything with everything."""
+
+
+def _is_tried(numbers: str, case: str) -> bool:
+    if (numbers, case) == ("images seen whole", "replayed"):
+        return False  # here each of its steps has a row with an image, and is not recorded
+    is_contained = numbers != "float32" and case in IMPLIED
+    return IS_ALL or not (is_contained or (numbers in VARIANTS and case in ALIKE))
 
 
 ALL_CIRCUMSTANCES = [
     pytest.param(numbers, case, marks=pytest.mark.slow if is_slow else ())
     for numbers, case in itertools.product(NUMBERS, CASES)
-    # here each of its steps has a row with an image, and is not recorded
-    if (numbers, case) != ("images seen whole", "replayed")
+    if _is_tried(numbers, case)
     for is_slow in [
         (numbers in VARIANTS and case not in ESSENTIAL)
         or (numbers != "float32" and case in IMPLIED)
@@ -505,7 +516,7 @@ _PLAIN: dict[bool, Answers] = {}
         pytest.param(method, case, marks=() if method == "mtp" and is_fast else pytest.mark.slow)
         for method, case in itertools.product(SPECULATED, CASES)
         # drafts lengthen steps that are bounded by time, and none are replayed
-        if case not in ("replayed", "bounded by time")
+        if case not in ("replayed", "bounded by time") and (IS_ALL or case not in IMPLIED)
         for is_fast in [case in ("chunked", "preempted", "cached after other use")]
     ],
 )
@@ -690,6 +701,7 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
     [
         pytest.param(numbers, seed, marks=pytest.mark.slow if is_slow else ())
         for numbers, seed in itertools.product(NUMBERS, range(3))
+        if IS_ALL or seed == 0 or numbers not in VARIANTS
         for is_slow in [(seed > 0 and numbers in VARIANTS) or numbers == "images, bfloat16"]
     ],
     indirect=["numbers"],

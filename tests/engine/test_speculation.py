@@ -175,7 +175,7 @@ GUESSERS: dict[str, Callable[[Answers], Speculator]] = {
 
 
 GUESSING = [*GUESSERS, "a model", "auto and a model", "eagle", "eagle3"]
-COSTLY = {"auto and a model", "eagle"}
+COSTLY = ("auto and a model", "eagle")
 """Whose parts others have as well: a model of "a model", a head of "eagle3"."""
 FEWER = [pytest.param(name, marks=pytest.mark.slow if name in COSTLY else ()) for name in GUESSING]
 
@@ -208,12 +208,6 @@ def test_the_table_has_every_end(plain: Answers) -> None:
     assert ends["stop string"][0] == ends["stop kept"][0] == "stop"
     assert ends["loop"] == ("repetition", "repetition_detected")
     assert all(answer[-1] is None for answer in plain.values())
-
-
-def test_guesses_change_no_bit(make_guessing: MakeEngine, plain: Answers) -> None:
-    engine = make_guessing()
-    assert _answers(engine) == plain
-    assert _num_guessed(engine) > 50
 
 
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
@@ -265,17 +259,30 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
     assert engine.scheduler.stats.num_preemptions > 8
 
 
-@pytest.mark.parametrize("make_guessing", FEWER, indirect=True)
-def test_what_was_rejected_is_not_found_in_the_cache(
-    make_guessing: MakeEngine, plain: Answers
+AGAIN = (" again", " and again")
+
+
+@pytest.mark.parametrize(
+    ("make_guessing", "suffixes"),
+    [
+        *((name, ()) for name in COSTLY),
+        *(pytest.param(name, AGAIN, marks=pytest.mark.slow) for name in COSTLY),
+        *((name, AGAIN) for name in GUESSING if name not in COSTLY),
+    ],
+    indirect=["make_guessing"],
+)
+def test_guesses_change_no_bit_and_what_was_rejected_is_not_found_in_the_cache(
+    make_guessing: MakeEngine, plain: Answers, suffixes: tuple[str, ...]
 ) -> None:
     """The second answers rest on blocks that the first ones left, the third on those of both."""
     engine = make_guessing()
-    for round in range(3):
-        _submit(engine, f" {round}")
-        found = {name.rsplit(" ", 1)[0]: _answer(each) for name, each in run_all(engine).items()}
-        assert found == plain
-    assert engine.scheduler.blocks.num_hit_tokens > 0
+    assert _answers(engine) == plain
+    assert _num_guessed(engine) > 50
+    for suffix in suffixes:
+        _submit(engine, suffix)
+        outputs = run_all(engine)
+        assert {name.removesuffix(suffix): _answer(outputs[name]) for name in outputs} == plain
+    assert not suffixes or engine.scheduler.blocks.num_hit_tokens > 0
 
 
 @pytest.mark.parametrize("replace_every", [0, 3])
