@@ -27,13 +27,13 @@ test-ray: $(VENV)/.dev  ## On a Ray cluster of several node processes; installs 
 	$(BIN)/python -m pip install --quiet -e '.[ray,serve]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_ray.py tests/ray
 
-test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
-	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 QUIRE_TEST_DIVISIONS=all \
-	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/server/test_fuzz_models.py tests/server/test_cross_talk.py tests/sim \
-	  tests/core/kvcache/test_allocator_machine.py tests/engine/process tests/engine/test_processes.py tests/engine/test_random_drafts.py tests/weights/gguf
+test-long: $(VENV)/.dev  ## The same with far more of what is drawn by chance, and all that can be crossed: an hour or so
+	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_TIER_FAULTS=200 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 QUIRE_TEST_DIVISIONS=all QUIRE_TEST_CIRCUMSTANCES=all QUIRE_TEST_IMAGES=10000 \
+	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/server/test_fuzz_models.py tests/server/test_cross_talk.py tests/server/test_hostile_images.py tests/router/test_kills.py tests/sim \
+	  tests/core/kvcache/test_allocator_machine.py tests/engine/process tests/engine/test_processes.py tests/engine/test_exactness.py tests/engine/test_random_drafts.py tests/weights/gguf
 
-test-kernels: $(VENV)/.dev  ## The GPU kernels: interpreted, and compiled for compute capabilities 8.0 and 9.0; needs no GPU
-	OMP_NUM_THREADS=1 QUIRE_TEST_KERNELS=all $(BIN)/python -m pytest -q -n auto tests/kernels/triton
+test-kernels: $(VENV)/.dev  ## The GPU kernels and models on them: interpreted, and compiled for compute capabilities 8.0 and 9.0; needs no GPU
+	OMP_NUM_THREADS=1 QUIRE_TEST_KERNELS=all $(BIN)/python -m pytest -q -n auto tests/kernels/triton tests/golden
 	for capability in 80 90; do PYTHONPATH=tests/support:. $(BIN)/python tests/support/gpu_launches.py $$capability || exit 1; done
 
 golden: $(VENV)/.dev  ## Record exact results of instruction sets that have none; ARGS=--replace where they are meant to change

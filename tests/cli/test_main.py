@@ -41,7 +41,7 @@ HEAVY = (
 )
 
 
-def least_cpu_s(code: str, tries: int = 5) -> float:
+def least_cpu_s(code: str, tries: int = 3) -> float:
     """The least CPU time of some runs: unlike wall time,
     it hardly depends on what else the machine does."""
     times = []

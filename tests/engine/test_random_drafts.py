@@ -25,7 +25,7 @@ from quire.engine.loop.engine import Engine
 from quire.spec.depth import DraftDepth
 
 MakeEngine = Callable[..., Engine]
-NUM_REQUESTS = int(os.environ.get("QUIRE_TEST_REQUESTS", "300"))
+NUM_REQUESTS = int(os.environ.get("QUIRE_TEST_REQUESTS", "200"))
 BATCH = 50
 _POOLS: tuple[dict[str, Any], ...] = (
     {},

@@ -121,7 +121,7 @@ def test_no_product_of_what_multiplies_and_what_is_listed_holds_the_loop(
 @pytest.mark.parametrize("path", RECORDS)
 def test_no_body_that_is_refused_for_its_size_holds_the_loop(roomy: Served, path: str) -> None:
     """Each field of megabytes: what is read of it before it is refused is read beside the loop."""
-    num_bytes = (6 << 20) if path == COMPLETIONS else 1 << 20
+    num_bytes = (3 << 20) if path == COMPLETIONS else 1 << 20
     pauses: dict[str, float] = {}
     for name, body in refused(path, num_bytes):
         _, pauses[f"{name} {type(body.get(name)).__name__}"] = _longest(roomy, path, body)

@@ -31,9 +31,9 @@ def _replay(
 @pytest.mark.parametrize(
     ("name", "limit", "ideal"),
     [
-        ("azure2023_conv.csv.gz", 1000, 0.0),
-        ("mooncake_conversation.jsonl.gz", 300, 0.08),
-        ("sharegpt_multiturn_llama3.1_tok_blk16.jsonl.gz", 300, 0.07),
+        ("azure2023_conv.csv.gz", 400, 0.0),
+        ("mooncake_conversation.jsonl.gz", 150, 0.04),
+        ("sharegpt_multiturn_llama3.1_tok_blk16.jsonl.gz", 150, 0.04),
     ],
 )
 def test_the_beginning_of_a_real_trace(shared: Path, name: str, limit: int, ideal: float) -> None:

@@ -45,7 +45,7 @@ def test_whatever_goes_wrong_every_answer_is_the_oracles(part: int) -> None:
 @pytest.mark.timeout(600)
 def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool) -> None:
     num_steps = num_ahead = 0
-    for seed in range(is_liveness, _NUM_SEEDS // 4, 2):
+    for seed in range(is_liveness, _NUM_SEEDS // 8, 2):
         outcome = Simulation(make_scenario(seed, is_liveness=is_liveness), is_overlapped=True).run()
         num_steps, num_ahead = num_steps + outcome.num_steps, num_ahead + outcome.num_ahead
     assert num_ahead > num_steps // 2, "too few steps are planned ahead to say anything"
@@ -58,7 +58,7 @@ def test_answers_are_the_oracles_where_tokens_are_guessed(
     chance: float, *, has_draft_model: bool
 ) -> None:
     num_guessed = num_right = 0
-    num_seeds = _NUM_SEEDS // (16 if has_draft_model else 8)
+    num_seeds = _NUM_SEEDS // (32 if has_draft_model else 16)
     for seed in range(num_seeds):
         scenario = make_scenario(seed, is_liveness=seed % 3 == 0)
         simulation = Simulation(
@@ -77,7 +77,7 @@ def test_answers_are_the_oracles_where_tokens_are_guessed(
 def test_answers_are_the_oracles_where_groups_of_layers_have_windows(is_overlapped: bool) -> None:
     """One pool serves groups that keep everything and groups that give blocks back."""
     num_given_back = 0
-    for seed in range(is_overlapped, _NUM_SEEDS // 2, 2):
+    for seed in range(is_overlapped, _NUM_SEEDS // 4, 2):
         scenario = make_scenario(seed, is_liveness=seed % 4 > 1, has_windows=True)
         chance = 0.6 if seed % 3 == 0 else None
         simulation = Simulation(scenario, is_overlapped=is_overlapped, draft_chance=chance)
@@ -92,7 +92,7 @@ def test_answers_are_the_oracles_where_groups_of_layers_have_windows(is_overlapp
 
         manager.give_back = counted  # type: ignore[method-assign,assignment]
         simulation.run()
-    assert num_given_back > 1000
+    assert num_given_back > _NUM_SEEDS // 4
 
 
 def _run_on_tiers(seed: int, folder: Path, *, has_faults: bool) -> list[TierStats]:

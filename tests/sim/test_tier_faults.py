@@ -26,7 +26,7 @@ from quire.sim.simulation import Simulation
 from quire.sim.tiers import SimulatedTiers
 from quire.tiers.disk import DiskStore
 
-COUNT = int(os.environ.get("QUIRE_TIER_FAULTS", "10"))
+COUNT = int(os.environ.get("QUIRE_TIER_FAULTS", "5"))
 _MOMENTS = 40
 """Faults strike at one of so many first calls or steps."""
 

@@ -96,7 +96,7 @@ for first in range(0, 1 << 20, 64):
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_it_writes_leaves_whole_records(tmp_path: Path) -> None:
     random, num_found = Random(7), 0
-    for _ in range(25):
+    for _ in range(10):
         command = [sys.executable, "-c", _WRITER, str(tmp_path)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -110,7 +110,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_records(tmp_path:
         assert read(store, *found) == [payload(number) for number in found]
         num_found += len(found)
         store.close()
-    assert num_found > 1000
+    assert num_found > 100
 
 
 def test_each_flipped_bit_costs_at_most_its_record(tmp_path: Path) -> None:
