@@ -334,7 +334,8 @@ SERVED = sorted(
     {
         line.partition("  #")[0].strip()
         for _, line in COMMAND_LINES
-        if line.startswith("quire serve quire-storyteller") and not line.startswith(SERVE)
+        if line.startswith("quire serve quire-storyteller")
+        and line.replace(" quire-storyteller", "", 1) != SERVE  # which the clients ask
     }
 )
 
