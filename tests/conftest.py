@@ -43,10 +43,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What is drawn must hold however long it takes: by default an example that a busy machine holds up
 # for 200 ms is a failure.
 hypothesis.settings.register_profile(
-    "quire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "quire",
+    deadline=None,
+    max_examples=int(os.environ.get("QUIRE_HYPOTHESIS_EXAMPLES", "50")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("quire")
 
+MARK = "mark.slow"
 ALL_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
 
 watch()
@@ -76,12 +80,21 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no module all of whose tests would be deselected for being slow: some import what
-    takes seconds."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    """Import no module all of whose tests would be deselected: some import what takes seconds."""
+    if config.option.markexpr not in ("slow", "not slow") or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return True if ALL_SLOW.search(text) else None
+    is_wanted = MARK in text if config.option.markexpr == "slow" else not ALL_SLOW.search(text)
+    return None if is_wanted else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Find slow tests that the slow suite would not, since their modules do not say so."""
+    paths = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    for path in paths:
+        if MARK not in path.read_text(encoding="utf-8"):
+            raise pytest.UsageError(f"{path}: write out pytest.{MARK}, by which it is found")
 
 
 def pytest_unconfigure() -> None:

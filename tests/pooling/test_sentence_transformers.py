@@ -15,21 +15,28 @@ from folders import TEXTS
 from quire import LLM
 
 FolderOf = Callable[..., tuple[Path, Any]]
-sentence_transformers = pytest.importorskip("sentence_transformers")
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    """Imported by the one worker that needs it: that takes seconds."""
+    return pytest.importorskip("sentence_transformers")
 
 
 @pytest.mark.parametrize(("family", "pooling"), [("bert", "mean_tokens"), ("qwen3", "lasttoken")])
-def test_encode_gives_the_vectors_of_embed(family: str, pooling: str, folder_of: FolderOf) -> None:
+def test_encode_gives_the_vectors_of_embed(
+    family: str, pooling: str, folder_of: FolderOf, library: Any
+) -> None:
     folder, _ = folder_of(family, pooling=pooling)
-    wanted = sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    wanted = library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     with closing(LLM(str(folder), runner="pooling", dtype="float32")) as llm:
         found = [each.outputs.embedding for each in llm.embed(TEXTS, use_tqdm=False)]
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_a_cross_encoder_ranks_alike(folder_of: FolderOf) -> None:
+def test_a_cross_encoder_ranks_alike(folder_of: FolderOf, library: Any) -> None:
     folder, _ = folder_of("bert", auto="AutoModelForSequenceClassification", num_labels=1)
-    ranked = sentence_transformers.CrossEncoder(str(folder), device="cpu").rank(TEXTS[0], TEXTS)
+    ranked = library.CrossEncoder(str(folder), device="cpu").rank(TEXTS[0], TEXTS)
     with closing(LLM(str(folder), dtype="float32")) as llm:
         outputs = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
     scores = [each.outputs.score for each in outputs]

@@ -14,25 +14,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import requests
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from large_bodies import CHAT as CHATS
 from large_bodies import COMPLETIONS, LISTS, PLAIN, listed, listing_fields, multiplied
 from mutations import MAX_WAIT_S, SECONDS, SEED, send_mutated
 from plain_http import PlainClient
-from schemathesis import APIOperation, Case, GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-)
 from served import Served
+
+if TYPE_CHECKING:
+    from schemathesis import APIOperation, Case
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
@@ -188,6 +182,9 @@ def watched(served: Served) -> Iterator[Served]:
 
 def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
     """Requests of all operations: half of them as the document wants them, half not."""
+    import schemathesis
+    from schemathesis import GenerationMode
+
     schema = schemathesis.openapi.from_dict(document)
     schema.validate()
     strategies = []
@@ -202,6 +199,14 @@ def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
 @pytest.mark.slow
 def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Served) -> None:
     """Also that what the document forbids is refused, so that the document is true."""
+    import requests
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        negative_data_rejection,
+        response_schema_conformance,
+    )
+
     cases = _cases(watched.get("/openapi.json").json())
     checks = [
         not_a_server_error,

@@ -29,6 +29,21 @@ from quire.server.quota.tenants import KeyRing, key_ring
 MODEL = "quire-storyteller"
 
 
+class _QuickAsyncio:
+    """asyncio as uvicorn's server uses it. It looks for its end every tenth of a second, and again
+    for that of its connections, which takes longer than most tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(delay_s: float) -> None:
+        await asyncio.sleep(delay_s / 20)
+
+
+vars(uvicorn.server)["asyncio"] = _QuickAsyncio()
+
+
 @dataclass(slots=True)
 class RunningServer:
     """Where it listens, and the loop that it runs in."""

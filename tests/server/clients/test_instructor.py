@@ -10,21 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgspec
+import openai
+import pydantic
 import pytest
+from fake_client import FakeClient, Script
+from servers import MODEL, RunningServer, serve
 
-instructor = pytest.importorskip("instructor")  # before the clients: they take seconds to import
-
-import anthropic  # noqa: E402
-import msgspec  # noqa: E402
-import openai  # noqa: E402
-import pydantic  # noqa: E402
-from fake_client import FakeClient, Script  # noqa: E402
-from servers import MODEL, RunningServer, serve  # noqa: E402
-
-from quire.engine.front.client import ModelInfo  # noqa: E402
+from quire.engine.front.client import ModelInfo
 
 # of modes that programs go on using
 pytestmark = pytest.mark.filterwarnings("ignore:Mode:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def instructor() -> Any:
+    """Imported by the one worker that needs it: that takes seconds."""
+    return pytest.importorskip("instructor")
+
+
+@pytest.fixture(scope="module")
+def anthropic(instructor: Any) -> Any:
+    return pytest.importorskip("anthropic")
+
 
 ASK = [{"role": "user", "content": "Which city, and for how many days?"}]
 
@@ -54,13 +62,13 @@ def ask(client: Any, **fields: Any) -> Any:
         "RESPONSES_TOOLS_WITH_INBUILT_TOOLS",
     ],
 )
-def test_modes_of_openai(server: RunningServer, mode: str) -> None:
+def test_modes_of_openai(server: RunningServer, instructor: Any, mode: str) -> None:
     with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=60) as plain:
         stay = ask(instructor.from_openai(plain, mode=instructor.Mode[mode]), temperature=0.0)
         assert stay.city in ("Oslo", "Rome") and isinstance(stay.days, int)
 
 
-def test_a_stream_of_parts(server: RunningServer) -> None:
+def test_a_stream_of_parts(server: RunningServer, instructor: Any) -> None:
     with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=60) as plain:
         client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
         fields = {"response_model": instructor.Partial[Stay], "stream": True, "temperature": 0.0}
@@ -71,7 +79,9 @@ def test_a_stream_of_parts(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     "mode", ["ANTHROPIC_TOOLS", "ANTHROPIC_REASONING_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"]
 )
-def test_modes_of_anthropic(server: RunningServer, mode: str) -> None:
+def test_modes_of_anthropic(
+    server: RunningServer, instructor: Any, anthropic: Any, mode: str
+) -> None:
     with anthropic.Anthropic(
         base_url=server.url, api_key="none", max_retries=0, timeout=60
     ) as plain:
@@ -104,7 +114,7 @@ class Roomy(FakeClient):
 
 
 @pytest.mark.parametrize("mode", IN_WORDS)
-def test_modes_that_leave_the_form_to_the_model(mode: str) -> None:
+def test_modes_that_leave_the_form_to_the_model(instructor: Any, anthropic: Any, mode: str) -> None:
     fake = Roomy(Script(pieces=[IN_WORDS[mode]]))
     is_parallel = "PARALLEL" in mode
     fields: dict[str, Any] = {"response_model": Iterable[Stay] if is_parallel else Stay}

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from servers import MODEL, RunningServer
 
-openai_like = pytest.importorskip("llama_index.llms.openai_like")
-
 ASK = "Tell me of a cat."
 
 
@@ -23,6 +21,8 @@ def _llm(server: RunningServer, **options: Any) -> Any:
         "max_retries": 0,
         "timeout": 30.0,
     }
+    # imported by the one worker that needs it: that takes seconds
+    openai_like = pytest.importorskip("llama_index.llms.openai_like")
     return openai_like.OpenAILike(
         api_base=server.v1, api_key="none", context_window=512, **{**chosen, **options}
     )
@@ -38,8 +38,8 @@ def test_completions_of_both_kinds_and_their_streams(server: RunningServer) -> N
 
 
 def test_chats_their_streams_and_asyncio(server: RunningServer) -> None:
-    message = importlib.import_module("llama_index.core.llms").ChatMessage
     llm = _llm(server)
+    message = importlib.import_module("llama_index.core.llms").ChatMessage
     messages = [message(role="system", content="Be brief."), message(role="user", content=ASK)]
     whole = llm.chat(messages).message.content
     assert whole and [*llm.stream_chat(messages)][-1].message.content == whole
@@ -54,5 +54,6 @@ def test_chats_their_streams_and_asyncio(server: RunningServer) -> None:
 
 
 def test_a_mistake_is_an_exception_with_our_words(server: RunningServer) -> None:
+    llm = _llm(server, model="other")
     with pytest.raises(Exception, match="is not served here"):
-        _llm(server, model="other").complete(ASK)
+        llm.complete(ASK)
