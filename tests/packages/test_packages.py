@@ -28,7 +28,7 @@ MODULES = {
 }
 # Which packages of Quire are for an extra: only they may import what it brings.
 PLACES = {
-    "serve": ("server", "router"),
+    "serve": ("server", "router", "ray/ingress.py"),
     "images": ("media",),
     "otel": ("server",),
     "ray": ("parallel/ray_places.py", "ray"),
