@@ -286,7 +286,7 @@ def test_snippets_that_load_the_model(tmp_path: Path) -> None:
     said = _run(
         [sys.executable, "-W", "error", "-c", program + "; print('-- done')", *files], tmp_path
     )
-    assert "-- done" in said and len(said.split()) > 40 * len(LOCAL)
+    assert "-- done" in said and len(said.split()) > 20 * len(LOCAL)  # some say a line
 
 
 @pytest.fixture(scope="module")
