@@ -30,7 +30,7 @@ from quire.engine.loop.engine import Engine
 from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.loop.step_loop import OverlappedLoop, PlainLoop, StepLoop
 from quire.errors import EngineError
-from quire.executor.interface import Launched
+from quire.executor.interface import Launched, StepLostError
 from quire.executor.null import NullExecutor
 from quire.worker.worker import Outcome
 
@@ -216,15 +216,17 @@ def test_an_abort_in_flight_frees_everything_at_once(loops: Callable[..., Audite
 class Failing:
     """A null executor that fails on some steps."""
 
-    def __init__(self, steps: set[int]) -> None:
+    def __init__(self, steps: set[int], error: type[Exception] = RuntimeError) -> None:
         self.inner = NullExecutor(
             LIMITS.max_num_seqs, LIMITS.num_blocks, LIMITS.block_size, vocab_size=12
         )
-        self.steps = steps
+        self.steps, self.error = steps, error
+        self.launched: list[int] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.launched.append(plan.step_id)
         if plan.step_id in self.steps:
-            raise RuntimeError("lost")
+            raise self.error("lost")
         return self.inner.execute(plan)
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -252,6 +254,34 @@ def test_a_failed_step_costs_its_requests_and_nobody_elses(
     loop.finish_all()
     assert first.error is not None and "RuntimeError" in first.error and later.error is None
     assert _outcome(later) == answer
+
+
+@pytest.mark.parametrize("launcher", [StepThread, DirectLauncher])
+def test_nothing_is_launched_behind_a_step_that_was_lost(
+    loops: Callable[..., Audited], launcher: Callable[[], Launcher]
+) -> None:
+    """It would read, and have stored, what is there no more."""
+    executor = Failing({4, 9}, StepLostError)
+    loop = loops(is_overlapped=True, executor=executor, launcher=launcher())
+    lost = loop.scheduler.add(_request("lost", [1, 2, 3], 20))
+    loop.finish_all()
+    assert lost.error is None and loop.num_ahead > 0
+    assert executor.launched[:9] == [1, 2, 3, 4, 6, 7, 8, 9, 11], "5 and 10 were planned behind"
+
+
+@pytest.mark.parametrize("costs_requests", [False, True])
+def test_nothing_is_found_again_of_what_a_lost_executor_held(
+    loops: Callable[..., Audited], costs_requests: bool
+) -> None:
+    loop = loops(is_overlapped=False)
+    loop.scheduler.add(_request("first", [1, 2, 3] * 3, 2))
+    loop.finish_all()
+    assert loop.scheduler.manager.index.num_full > 0
+    request = loop.scheduler.add(_request("lost", [2, 2], 3))
+    error = StepLostError("lost", costs_requests=costs_requests)
+    loop.abandon(loop.schedule(), error)
+    assert loop.scheduler.manager.index.num_full == 0
+    assert (request.error is not None) == costs_requests
 
 
 def test_the_recorder_follows_steps_that_overlap(loops: Callable[..., Audited]) -> None:

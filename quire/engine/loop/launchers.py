@@ -3,7 +3,8 @@
 A device that computes beside the host has the next step launched behind the one that it is busy
 with, where it is planned:
 a thread would only contend for the interpreter. Where the host itself computes, a thread does it.
-Who launches never asks what came of a step, only who takes it in does.
+Who launches never asks what came of a step, only who takes it in does. Behind a step that could not
+be launched none is, until that is known: they count on it, and on what the worker held for it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Launcher(Protocol):
 
 _Outcome = Launched | BaseException
 _Item = tuple[Callable[[StepPlan], Launched], StepPlan] | None
+_MARKED = StepPlan(-1)
+"""Behind what is drained."""
 
 
 class DirectLauncher:
@@ -58,6 +61,9 @@ class DirectLauncher:
         self._done: deque[_Outcome] = deque()
 
     def submit(self, launch: Callable[[StepPlan], Launched], plan: StepPlan) -> None:
+        if self._done and isinstance(self._done[-1], BaseException):
+            self._done.append(self._done[-1])
+            return
         try:
             self._done.append(launch(plan))
         except Exception as error:  # told when the step is collected, as those before it come first
@@ -87,6 +93,8 @@ class StepThread:
         self._todo: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        """What a launch has raised, until it is drained. The thread's own."""
 
     def submit(self, launch: Callable[[StepPlan], Launched], plan: StepPlan) -> None:
         if self._thread is None:
@@ -106,7 +114,10 @@ class StepThread:
         def marker() -> StepResult:
             return StepResult(-1)
 
-        self._todo.put((lambda plan: marker, StepPlan(-1)))
+        def mark(plan: StepPlan) -> Launched:
+            return marker
+
+        self._todo.put((mark, _MARKED))
         while self._thread is not None and self._next() is not marker:
             pass
 
@@ -135,8 +146,14 @@ class StepThread:
         if item is None:
             return False
         launch, plan = item
+        if plan is _MARKED:
+            self._failure = None
+        if self._failure is not None:
+            self._done.put(self._failure)
+            return True
         try:
             self._done.put(launch(plan))
         except BaseException as error:  # the thread that waits for the step must hear of it
+            self._failure = error
             self._done.put(error)
         return True
