@@ -14,7 +14,13 @@ Launched = Callable[[], StepResult]
 
 class StepLostError(EngineError):
     """What the executor held is lost, and so is the step; the executor has what it needs to go on.
-    No request caused it: everything may be computed again."""
+    Nothing that was cached may be found again."""
+
+    def __init__(self, message: str, *, costs_requests: bool = False) -> None:
+        """`costs_requests`: those of the step are taken for the cause. Else no request is: all may
+        be computed again."""
+        super().__init__(message)
+        self.costs_requests = costs_requests
 
 
 class Executor(Protocol):

@@ -111,11 +111,12 @@ class RanksExecutor(InlineExecutor):
 
     def _replace(self, reason: str) -> NoReturn:
         """Start the other ranks anew. Always raises: the step is lost, or, after several losses in
-        a row, its requests are."""
-        self._num_losses += 1
+        a row, its requests are, too."""
         logger.error("a rank is lost; %d processes are replaced", self.group.shape.size - 1)
-        self.group.restart()
+        self.group.restart()  # where it fails, the next step finds the group lost
+        self._num_losses += 1
         if self._num_losses > MAX_LOSSES:
             self._num_losses = 0
-            raise GroupLostError(f"{MAX_LOSSES} groups in a row were lost: {reason}")
+            error = GroupLostError(f"{MAX_LOSSES} groups in a row were lost: {reason}")
+            raise StepLostError(str(error), costs_requests=True) from error
         raise StepLostError(reason)

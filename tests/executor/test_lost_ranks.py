@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import pytest
 
 from quire.core.plan import CompanionError, StepPlan
+from quire.errors import EngineError
 from quire.executor.interface import StepLostError
-from quire.executor.ranks import RanksExecutor
+from quire.executor.ranks import MAX_LOSSES, RanksExecutor
 from quire.parallel.group import GroupLostError
 
 
@@ -28,6 +29,35 @@ class Group:
 
     def restart(self) -> None:
         self.num_restarts += 1
+
+
+class Losing:
+    """A group that is always lost, and can be replaced from a certain time on."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.shape, self.is_lost = SimpleNamespace(size=2), True
+        self._num_failures = num_failures
+
+    def restart(self) -> None:
+        self._num_failures -= 1
+        if self._num_failures >= 0:
+            raise EngineError("the folder is not there")
+
+
+def test_several_losses_in_a_row_cost_the_requests_of_a_step_but_not_what_could_not_be_tried() -> (
+    None
+):
+    worker: Any = None
+    executor = RanksExecutor(worker, None, Losing(5))  # type: ignore[arg-type]
+    for _ in range(5):
+        with pytest.raises(EngineError, match="the folder is not there"):
+            executor.launch(StepPlan(1, ()))
+    costs = []
+    for _ in range(MAX_LOSSES + 2):
+        with pytest.raises(StepLostError) as lost:
+            executor.launch(StepPlan(1, ()))
+        costs.append(lost.value.costs_requests)
+    assert costs == [False] * MAX_LOSSES + [True, False]
 
 
 def _executor(group: Group, error: Exception) -> RanksExecutor:

@@ -225,24 +225,31 @@ class StepLoop:
         same step would be lost for ever.
         """
         if isinstance(error, StepLostError):
-            logger.error("step %d is computed again: %s", plan.step_id, error)
+            progress = list[Progress]()
+            if error.costs_requests:
+                progress = self._blame(plan, error)
+            else:
+                logger.error("step %d is computed again: %s", plan.step_id, error)
             self.rewind()
             self.scheduler.reset_prefix_cache()
-            return []
+            return progress
+        progress = self._blame(plan, error)
+        self.rewind()
+        return progress
+
+    def _blame(self, plan: StepPlan, error: Exception) -> list[Progress]:
+        """End the requests that a lost step concerns."""
         cause = error.__cause__ or error
         log_failure(logger, f"the executor failed on step {plan.step_id}", cause)
         message = f"the engine failed on this step: {type(cause).__name__}"
         name = error.name if isinstance(error, CompanionError) else None
         waiting = [] if name is None and plan.work else self.scheduler.waiting_for(name)
         if waiting:
-            progress = self.scheduler.fail_all(waiting, message)
-        elif plan.work:
+            return self.scheduler.fail_all(waiting, message)
+        if plan.work:
             lost = tuple(WorkResult(error=message) for _ in plan.work)
-            progress = self.update(plan, StepResult(plan.step_id, lost))
-        else:
-            return self.start_over(message)
-        self.rewind()
-        return progress
+            return self.update(plan, StepResult(plan.step_id, lost))
+        return self.start_over(message)
 
     def rewind(self) -> None:
         """Forget the steps in flight and take everyone's blocks away, to be computed again."""
