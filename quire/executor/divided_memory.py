@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.common.numbers import ceil_div
 from quire.kernels.exchange import Exchange
 from quire.parallel.group import RankGroup
-from quire.parallel.shared_memory import Kind, RankCommand
+from quire.parallel.shared_memory import MOST_GATHERED_BYTES, Kind, RankCommand
 from quire.worker.memory import KVMemory
 
 Payload = NDArray[np.uint8]
@@ -175,10 +175,24 @@ class LaterBlocks:
         found = self._memory.read_blocks(blocks.tolist()).reshape(len(blocks), -1)
         own[:, : found.shape[1]] = torch.from_numpy(found)
         if self._exchange is not None:
-            num_ranks, rank = self._exchange.num_ranks, self._rank
-            mine = range(rank * width, (rank + 1) * width)
-            own = self._exchange.columns(own, [mine], num_ranks * width)
+            own = self._gather(own, self._exchange)
         return command._replace(tensors=(blocks, torch.cat([collected, own], 1)))
+
+    def _gather(self, own: Tensor, exchange: Exchange) -> Tensor:
+        """Return the parts [n, bytes] of all of the stage's ranks side by side, gathered in columns
+        of which the exchange's buffer holds at least one row."""
+        num_ranks = exchange.num_ranks
+        found = torch.empty((len(own), num_ranks, own.shape[1]), dtype=own.dtype)
+        for part, room in zip(
+            torch.split(own, MOST_GATHERED_BYTES // num_ranks, 1),
+            torch.split(found, MOST_GATHERED_BYTES // num_ranks, 2),
+            strict=True,
+        ):
+            size = part.shape[1]
+            mine = range(self._rank * size, (self._rank + 1) * size)
+            whole = exchange.columns(part.contiguous(), [mine], num_ranks * size)
+            room.copy_(whole.view(room.shape))
+        return found.view(len(own), -1)
 
     def write(self, command: RankCommand) -> None:
         """Take this process's part of the blocks."""

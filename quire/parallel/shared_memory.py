@@ -25,6 +25,8 @@ from quire.kernels.exchange import Exchange
 GATHER_BYTES = 16 << 20
 """Of both buffers. Larger values go through them piece by piece: half of it stays within the caches
 that cores share."""
+MOST_GATHERED_BYTES = GATHER_BYTES // 2
+"""Of a row: each buffer holds at least one."""
 _ALIGNMENT = 64
 _MAX_HEADER = 256
 """Numbers that a command may have, shapes of tensors included."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from quire.executor.divided_memory import LaterBlocks
 from quire.kernels import cpu
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.lora import PackedAdapter, StepAdapters
@@ -16,7 +20,14 @@ from quire.parallel.divided import asked, pass_of
 from quire.parallel.group import RankGroup
 from quire.parallel.pipeline import with_states
 from quire.parallel.sections import GroupShape, Sections
-from quire.parallel.shared_memory import RankCommand, SharedMemory, bytes_of_command, create_memory
+from quire.parallel.shared_memory import (
+    MOST_GATHERED_BYTES,
+    Kind,
+    RankCommand,
+    SharedMemory,
+    bytes_of_command,
+    create_memory,
+)
 
 pytestmark = pytest.mark.skipif(
     cpu.IMPORT_ERROR is not None or not hasattr(os, "memfd_create"),
@@ -95,3 +106,27 @@ def test_as_many_processes_as_are_allowed_find_their_places(shape: GroupShape) -
     finally:
         for fileno in filenos:
             os.close(fileno)
+
+
+def test_blocks_larger_than_the_buffer_of_exchanges_are_read_of_all_ranks_of_a_stage() -> None:
+    """One of 128 tokens of 40 layers has 20 MB."""
+    width, fileno = MOST_GATHERED_BYTES // 2 + 100, create_memory(1 << 16)
+    parts = np.random.default_rng(0).integers(0, 256, (2, width), np.uint8)
+    found = dict[int, torch.Tensor | None]()
+
+    def read(rank: int) -> None:
+        exchange = SharedMemory(fileno, 1 << 16).exchange(rank, 2, 20.0)
+        memory: Any = SimpleNamespace(read_blocks=lambda blocks: parts[rank])
+        command = RankCommand(
+            Kind.READ_BLOCKS, (width,), (torch.tensor([5]), torch.empty((1, 0), dtype=torch.uint8))
+        )
+        found[rank] = LaterBlocks(memory, 1, rank, exchange).read(command).tensors[1]
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(read, range(2)))
+    finally:
+        os.close(fileno)
+    for rank in range(2):
+        whole = found[rank]
+        assert whole is not None and np.array_equal(whole.numpy(), parts.reshape(1, -1))
