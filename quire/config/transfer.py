@@ -22,6 +22,9 @@ UNIX = "unix:"
 """What stands before the path of a socket, in place of a host."""
 DEFAULT_PORT = 14579
 MIN_SECRET_BYTES = 16
+EXTRA = "kv_connector_extra_config"
+PATHS = ("secret_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_file", "folder")
+"""Keys of `EXTRA` that are names of files and folders."""
 _MAX_SECRET_BYTES = 4096
 _MAX_PATH_BYTES = 100
 """Of a socket: Linux takes 107."""
@@ -58,7 +61,7 @@ class ConnectorOptions:
     """Bytes that a consumer has under way at most, from the connection to the pool."""
 
     def __post_init__(self) -> None:
-        for name in ("secret_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_file", "folder"):
+        for name in PATHS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{NAME}: {name}={value!r} must be a path")
@@ -117,15 +120,15 @@ class KVTransferConfig:
                     f"{NAME}: {name}={given.get(name)!r} is not available; choose "
                     f"{' or '.join(map(repr, choices))}"
                 )
-        extra = given.pop("kv_connector_extra_config", {})
+        extra = given.pop(EXTRA, {})
         if not isinstance(extra, Mapping):
-            raise ConfigError(f"{NAME}: kv_connector_extra_config={extra!r} must be a dict")
+            raise ConfigError(f"{NAME}: {EXTRA}={extra!r} must be a dict")
         options = [item.name for item in fields(ConnectorOptions)]
         for name in extra:
             if name not in options:
                 raise ConfigError(
-                    f"{NAME}: unknown key {str(name)[:64]!r} of kv_connector_extra_config; known "
-                    f"are {', '.join(options)}"
+                    f"{NAME}: unknown key {str(name)[:64]!r} of {EXTRA}; known are "
+                    f"{', '.join(options)}"
                 )
         return cls(**given, kv_connector_extra_config=ConnectorOptions(**extra))
 

@@ -118,6 +118,45 @@ def test_a_kv_cache_of_a_given_size_is_resident_from_the_start(
     assert start_message(plan).options["populate_kv_cache"] == ("on" if is_populated else "off")
 
 
+def test_an_engine_in_a_process_of_its_own_has_no_path_that_depends_on_a_folder(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in "/": neither there nor in what it is not allowed to write is anything made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "tokenizer").symlink_to(tmp_path / "there")
+    files = {name: "there/pem" for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_file")}
+    config = EngineConfig(
+        model=str(tiny_config), load_format="dummy", tokenizer="tokenizer", download_dir="hub",
+        weights_cache="there/cache", kv_cache_dir="kv", distributed_ssl=files,
+        tensor_parallel_size=2, distributed_executor_backend="sockets",
+        kv_transfer_config={
+            "kv_connector": "TcpConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {**files, "secret_file": "there/secret", "folder": None},
+        },
+    )  # fmt: skip
+    plan = plan_engine(
+        replace(
+            config,
+            tokenizer=None,
+            tensor_parallel_size=1,
+            distributed_ssl=None,
+            distributed_executor_backend=None,
+        )
+    ).plan
+    told = start_message(replace(plan, config=config)).options
+    pem = str(tmp_path / "there" / "pem")
+    assert told["tokenizer"] == str(tmp_path / "there")
+    assert told["download_dir"] == str(tmp_path / "hub")
+    assert told["weights_cache"] == str(tmp_path / "there" / "cache")
+    assert told["kv_cache_dir"] == str(tmp_path / "kv")
+    assert told["distributed_ssl"] == dict.fromkeys(files, pem)
+    assert told["kv_transfer_config"]["kv_connector_extra_config"] == {
+        **dict.fromkeys(files, pem), "secret_file": str(tmp_path / "there" / "secret"),
+        "folder": None,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "chosen", "row_bytes"),
     [

@@ -3,13 +3,14 @@ and who supervises it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quire.common.file_states import lasting_name
 from quire.config.engine import EngineConfig
+from quire.config.transfer import EXTRA, PATHS
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.plan.engine_plan import EnginePlan
@@ -41,7 +42,7 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
     With `files`, each is built of these very files, wherever it runs, or not at all. Raises
     ConfigError for what no other process can be told.
     """
-    limits, config, folder = plan.limits, plan.config, plan.config.kv_cache_dir
+    limits, config = plan.limits, plan.config
     if config.executor_class is not None:
         raise ConfigError(
             f"distributed_executor_backend={config.executor_class.__name__} is a class of this "
@@ -59,10 +60,13 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "num_threads": plan.num_threads,
         "data_parallel_size": 1,
-        "tokenizer": _absolute(config.tokenizer),
-        "weights_cache": _absolute(config.weights_cache),
-        "speculative_config": _speculation(config.speculative_config),
-        "kv_cache_dir": folder and str(Path(folder).expanduser().absolute()),
+        "tokenizer": _name(config.tokenizer),
+        "download_dir": _path(config.download_dir),
+        "weights_cache": _path(config.weights_cache),
+        "kv_cache_dir": _path(config.kv_cache_dir),
+        "speculative_config": _changed(config.speculative_config, {"model": _name}),
+        "kv_transfer_config": _changed(config.kv_transfer_config, {EXTRA: _paths_of_transfers}),
+        "distributed_ssl": None if config.ssl is None else config.ssl.absolute(),
     }
     model = config.model if files is None else str(files.path)
     defaults = EngineConfig(model=model)
@@ -76,17 +80,32 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
     return Start(model, given, files.states(config.tokenizer))
 
 
-def _speculation(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the keys with the draft model's path as it means the same wherever a process runs."""
-    if given is None or not isinstance(given.get("model"), str):
-        return given
-    return {**given, "model": _absolute(given["model"])}
+def _changed(
+    given: Mapping[str, Any] | None, changes: Mapping[str, Callable[[Any], Any]]
+) -> Mapping[str, Any] | None:
+    """Return a dict with some of its values changed, as far as it has them."""
+    if given is None:
+        return None
+    return {
+        name: value if value is None or name not in changes else changes[name](value)
+        for name, value in given.items()
+    }
 
 
-def _absolute(name: str | None) -> str | None:
-    """Return a local path as it means the same wherever a process runs;
-    a name of something else as it is."""
+def _paths_of_transfers(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return _changed(given, dict.fromkeys(PATHS, _path))
+
+
+def _path(name: str | None) -> str | None:
+    """Return a path, of what may not be there yet, as it means the same wherever a process runs."""
     if name is None:
         return None
     path = Path(name).expanduser()
-    return str(lasting_name(path)) if path.exists() else name
+    return str(lasting_name(path) if path.exists() else path.absolute())
+
+
+def _name(name: str | None) -> str | None:
+    """Return a local path likewise; a name of something else as it is."""
+    if name is None or not Path(name).expanduser().exists():
+        return name
+    return _path(name)
