@@ -14,7 +14,10 @@ for small values. Four bytes a row avoid both.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+ByteForm = Literal["int8", "fp8"]
+"""Formats that store a byte an element."""
 
 
 class KVFormat(NamedTuple):

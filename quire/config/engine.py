@@ -243,6 +243,12 @@ class EngineConfig:
         "GiB of host memory that keep KV of which the pool has lost its blocks, as of preempted "
         "requests",
     )
+    kv_offloading_dtype: str = _option(
+        "auto",
+        "what kv_offloading_size stores: auto is what the KV cache does; int8 and fp8 take about "
+        "half of bfloat16, and what they give back has other bits than what was computed",
+        choices=("auto", "int8", "fp8"),
+    )
     kv_transfer_config: Mapping[str, Any] | None = _option(
         None,
         "compute prompts for other engines, or have others compute them: "

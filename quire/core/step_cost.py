@@ -13,7 +13,7 @@ rule).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -197,3 +197,14 @@ def _prior(share: float) -> list[list[float]]:
         ]
         for row in range(NUM_COSTS)
     ]
+
+
+def block_costs(model: StepCostModel, block_size: int, max_len: int) -> Callable[[int], float]:
+    """Return the function that tells the seconds to compute a block with so many before it in its
+    sequence. No sequence has more than `max_len` tokens, whatever a damaged file says."""
+    last = max(0, max_len // block_size - 1)
+
+    def cost_s(place: int) -> float:
+        return model.chunk_s(min(place, last) * block_size, block_size)
+
+    return cost_s

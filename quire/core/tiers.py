@@ -27,6 +27,8 @@ class StoredKey(NamedTuple):
     """Digest of the place before it, or of the namespace."""
     content_ids: tuple[int, ...]
     """What stands at its positions (`quire.core.content`)."""
+    place: int = 0
+    """Blocks before it in its sequence."""
 
 
 class TierOrder(NamedTuple):

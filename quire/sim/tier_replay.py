@@ -18,7 +18,7 @@ from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Scheduler
 from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
-from quire.core.step_cost import StepCostModel, UnitCosts, work_of
+from quire.core.step_cost import StepCostModel, UnitCosts, block_costs, work_of
 from quire.core.tiers import TIERS, TierNews
 from quire.executor.null import NullExecutor, NullMemory
 from quire.tiers.companion import StoredBlocks
@@ -103,8 +103,9 @@ class TierReplay:
             identity = CacheIdentity(bytes(32), limits.block_size, payload_bytes)
             # as many places as would fit, of the bytes that they take here
             max_bytes = disk_bytes // model.payload_bytes * identity.record_bytes
+            cost_of = block_costs(self._costs, limits.block_size, limits.max_model_len)
             half = StoredBlocks(
-                memory, lambda: DiskStore(folder, identity, max_bytes), is_threaded=False
+                memory, lambda: DiskStore(folder, identity, max_bytes, cost_of), is_threaded=False
             )
             self._tiers = _TimedTiers(half, model.block_s, lambda: self._now_s)
             costs = RestoreCosts(self._costs, model.block_s, model.max_blocks)

@@ -7,6 +7,7 @@ token that the oracle has not.
 from __future__ import annotations
 
 import errno
+import os
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ class SimulatedTiers:
         if not files:
             return
         path = self._random.choice(files)
-        data = bytearray(path.read_bytes())
+        data, status = bytearray(path.read_bytes()), path.stat()
         kind = self._random.choice(("flip", "flip", "cut", "remove"))
         if kind == "flip" and data:
             place = self._random.randrange(len(data))
@@ -108,5 +109,7 @@ class SimulatedTiers:
             path.write_bytes(data)
         elif kind == "cut":
             path.write_bytes(data[: self._random.randrange(len(data) + 1)])
-        elif kind == "remove":
+        if kind == "remove":
             path.unlink()
+        else:  # which a reader's time would tell, and no run has the same
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

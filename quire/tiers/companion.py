@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -24,7 +24,9 @@ from quire.common.failures import log_failure
 from quire.core.plan import Record, StepPlan
 from quire.core.tiers import TIERS, StoredKey, StoreMedium, TierNews, TierOrder
 from quire.errors import QuireError
+from quire.tiers.compression import Compression
 from quire.tiers.disk import DiskStore
+from quire.tiers.eviction import LeavesFirst
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +70,16 @@ class BlockMemory(Protocol):
 
 
 class HostBlocks:
-    """Stored blocks in this process's memory, up to a number of bytes; least recently used first
-    out."""
+    """Stored blocks in this process's memory, up to a number of bytes; what nothing stored
+    continues and was least recently used goes first."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, compression: Compression | None = None) -> None:
+        self.compression = compression
+        """None where blocks are stored as they are."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._records: OrderedDict[bytes, tuple[StoredKey, Payload]] = OrderedDict()
+        self._records: dict[bytes, tuple[StoredKey, Payload]] = {}
+        self._order = LeavesFirst()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._records
@@ -85,28 +90,31 @@ class HostBlocks:
         return tuple(self._records)
 
     def add(self, key: StoredKey, payload: Payload) -> list[bytes]:
-        """Store one; return digests of those that had to make room, its own if it is too large."""
+        """Store one, in the form it is stored in; return digests of those that had to make room,
+        its own if it is too large."""
         self.drop(key.digest)
         self._records[key.digest] = key, payload
+        self._order.add(key.digest, key.parent)
         self._num_bytes += payload.nbytes
         gone = []
         while self._num_bytes > self._max_bytes:
-            gone.append(next(iter(self._records)))
+            gone.append(self._order.first())
             self.drop(gone[-1])
         return gone
 
     def get(self, key: StoredKey) -> Payload | None:
-        """Return what was stored under a key."""
+        """Return what was stored under a key, in the form it is stored in."""
         found = self._records.get(key.digest)
         if found is None or found[0] != key:
             return None
-        self._records.move_to_end(key.digest)
+        self._order.use(key.digest)
         return found[1]
 
     def drop(self, digest: bytes) -> None:
         """Forget one."""
         found = self._records.pop(digest, None)
         if found is not None:
+            self._order.remove(digest)
             self._num_bytes -= found[1].nbytes
 
 
@@ -121,17 +129,19 @@ class StoredBlocks:
         open_store: Callable[[], DiskStore] | None = None,
         host_bytes: int = 0,
         *,
+        compression: Compression | None = None,
         is_threaded: bool = True,
     ) -> None:
-        """`open_store` is called beside the steps; it may take its time, and raise OSError. Without
-        a thread, all is done in `take_news`: for simulations."""
+        """`open_store` is called beside the steps; it may take its time, and raise OSError.
+        `compression` is that of what the host's memory keeps. Without a thread, all is done in
+        `take_news`: for simulations."""
         self._memory = memory
         self._open_store = open_store
         self._store: DiskStore | None = None
         self._given_up: DiskStore | None = None
         """A store of which nothing is read and to which nothing is written any more, but that what
         is in doubt is taken back from."""
-        self._host = HostBlocks(host_bytes)
+        self._host = HostBlocks(host_bytes, compression)
         self._has_host = host_bytes > 0
         self._change = threading.Condition()
         """Guards all that follows, and the host's blocks."""
@@ -220,8 +230,8 @@ class StoredBlocks:
         """Copy blocks that are not stored yet, as many as there is room for."""
         size = self._memory.block_bytes
         with self._change:
-            room = MAX_BACKLOG_BYTES - self._backlog_bytes if self._can_write else 0
-            if self._has_host:
+            room = MAX_BACKLOG_BYTES - self._backlog_bytes if self._can_queue else 0
+            if self._holds_at_once:
                 room = max(room, MAX_BACKLOG_BYTES)
             stored = [self._is_stored(key.digest) for key in order.keys]
         kept: list[tuple[StoredKey, Payload]] = []
@@ -244,16 +254,20 @@ class StoredBlocks:
             self._change.notify_all()
 
     def _add(self, kept: list[tuple[StoredKey, Payload]]) -> None:
-        """Hand over copies: to the host's memory, to the disk, or both."""
-        if self._has_host:
-            gone = [each for key, payload in kept for each in self._host.add(key, payload)]
-            self._known("host", [key.digest for key, _ in kept], len(kept))
-            self._gone(gone, "host")
-        if self._can_write and kept:
+        """Hand over copies: to the host's memory, to the thread, or both."""
+        if self._holds_at_once:
+            self._hold(kept)
+        if self._can_queue and kept:
             if not self._writes:
                 self._oldest_s = time.monotonic()
             self._writes.extend(kept)
             self._backlog_bytes += sum(payload.nbytes for _, payload in kept)
+
+    def _hold(self, kept: Sequence[tuple[StoredKey, Payload]]) -> None:
+        """Store in the host's memory, in the form that it has there."""
+        gone = [each for key, payload in kept for each in self._host.add(key, payload)]
+        self._known("host", [key.digest for key, _ in kept], len(kept))
+        self._gone(gone, "host")
 
     def _place(self, order: TierOrder) -> None:
         with self._change:
@@ -267,6 +281,16 @@ class StoredBlocks:
 
     # -- beside the steps
     # ----------------------------------------------------------------------------------------------
+
+    @property
+    def _holds_at_once(self) -> bool:
+        """Whether blocks get into the host's memory between two steps."""
+        return self._has_host and self._host.compression is None
+
+    @property
+    def _can_queue(self) -> bool:
+        """Whether the thread has something to do with blocks."""
+        return self._can_write or (self._has_host and self._host.compression is not None)
 
     @property
     def _can_write(self) -> bool:
@@ -375,6 +399,11 @@ class StoredBlocks:
 
     def _write(self, batch: list[tuple[StoredKey, Payload]]) -> None:
         store, digests = self._store, [key.digest for key, _ in batch]
+        if self._has_host and self._host.compression is not None:
+            pack = self._host.compression.pack
+            packed = [(key, pack(payload)) for key, payload in batch]
+            with self._change:
+                self._hold(packed)
         if store is None or not store.is_writer:
             with self._change:
                 self._gone(digests)
@@ -440,11 +469,13 @@ class StoredBlocks:
             found = [self._host.get(key) for key in keys]
         absent = [key for key, payload in zip(keys, found, strict=True) if payload is None]
         on_disk = iter(()) if self._store is None else self._store.read(absent)
+        compression = self._host.compression
         for payload in found:
             if payload is None:
                 data = next(on_disk, None)
-                payload = None if data is None else np.frombuffer(data, np.uint8)
-            yield payload
+                yield None if data is None else np.frombuffer(data, np.uint8)
+            else:
+                yield payload if compression is None else compression.unpack(payload)
 
     def _give_up(self, error: Exception) -> None:
         """Store nothing from now on; what is in the host's memory stays."""

@@ -2,8 +2,9 @@
 
 Owns the files below one identity's folder: one process writes (it holds a lock that ends with it),
 any number read. The index is in memory and made of the files, which are looked at again for what
-others have written. Bounded: the segment that was used least recently is removed first, those of
-other identities in the same folder before. Errors of the system are the caller's to judge.
+others have written. Bounded: segments of other identities in the same folder are removed first,
+then those that `quire.tiers.eviction` says are worth least. Errors of the system are the caller's
+to judge.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.tiers import StoredKey
-from quire.tiers.segments import CacheIdentity, Segment, decode, encode
+from quire.tiers.eviction import Standing, least_worth_first
+from quire.tiers.segments import CacheIdentity, RecordHead, Segment, decode, encode
 
 _SUFFIX = ".kv"
 _LOCK = "lock"
@@ -34,22 +37,41 @@ class _Place(NamedTuple):
 
     segment: int
     record: int
+    parent: bytes
+    cost: float
+    """Of computing it."""
+
+
+def _same_for_all(place: int) -> float:
+    return 1.0
 
 
 class DiskStore:
     """Stored blocks of one identity."""
 
-    def __init__(self, root: Path, identity: CacheIdentity, max_bytes: int) -> None:
-        """Open the folder, and read which records there are. Raises OSError."""
+    def __init__(
+        self,
+        root: Path,
+        identity: CacheIdentity,
+        max_bytes: int,
+        cost_of: Callable[[int], float] = _same_for_all,
+    ) -> None:
+        """Open the folder, and read which records there are. `cost_of` tells what it costs to
+        compute a block with so many before it, above zero, in any unit. Raises OSError."""
         self._root = root
         self._folder = root / identity.digest.hex()
         self._identity = identity
         self._max_bytes = max_bytes
+        self._cost_of = cost_of
         self._segment_bytes = max(
             identity.record_bytes, min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENT_SHARE)
         )
         self._segments: dict[int, Segment] = {}
-        """Least recently used first."""
+        self._uses: dict[int, int] = {}
+        """The last use of each segment, by the number of uses of all."""
+        self._num_uses = 0
+        self._used_ns: dict[int, int] = {}
+        """When a segment's file was last used, as far as this process knows."""
         self._index: dict[bytes, _Place] = {}
         self._current: int | None = None
         """The segment that is being written: always one that this process began."""
@@ -80,15 +102,14 @@ class DiskStore:
         for number in found:
             segment = self._segments.get(number)
             if segment is None:
-                segment = self._segments[number] = Segment(
-                    _path(self._folder, number), self._identity
-                )
+                segment = self._add(number)
+                self._see(number)
             if number == self._current:
                 continue
             with contextlib.suppress(FileNotFoundError):
-                for digest, record in segment.scan():
-                    self._index[digest] = _Place(number, record)
-                    new.append(digest)
+                for head, record in segment.scan():
+                    self._note(head, number, record)
+                    new.append(head.digest)
         return tuple(new), tuple(digest for each in gone for digest in each)
 
     def append(self, records: Sequence[tuple[StoredKey, memoryview]]) -> tuple[bytes, ...]:
@@ -104,7 +125,8 @@ class DiskStore:
             pieces = [piece for key, payload in batch for piece in encode(key, payload)]
             first = self._segments[number].append(pieces, len(batch))
             for record, (key, _) in enumerate(batch, first):
-                self._index[key.digest] = _Place(number, record)
+                self._note(RecordHead(key.digest, key.parent, key.place), number, record)
+            self._see(number)
         return tuple(digest for digest in gone if digest not in self._index)
 
     def read(self, keys: Sequence[StoredKey]) -> Iterator[memoryview | None]:
@@ -134,6 +156,7 @@ class DiskStore:
         if place is not None and self.is_writer:
             with contextlib.suppress(FileNotFoundError):
                 self._segments[place.segment].void(place.record)
+                self._see(place.segment)
 
     def close(self) -> None:
         """Let another process write. Idempotent."""
@@ -142,16 +165,44 @@ class DiskStore:
             self._lock = -1
         self.is_writer = False
 
+    def _note(self, head: RecordHead, segment: int, record: int) -> None:
+        place = _Place(segment, record, head.parent, self._cost_of(head.place))
+        self._index[head.digest] = place
+
     def _read(self, where: _Place, count: int) -> memoryview:
-        segment = self._segments.pop(where.segment)
-        self._segments[where.segment] = segment  # used now
+        segment = self._segments[where.segment]
+        self._use(where.segment)
         try:
             data = segment.read(where.record, count)
             with contextlib.suppress(OSError):
                 os.utime(segment.path)
+                self._see(where.segment)
         except FileNotFoundError:  # its writer has removed it
             return memoryview(b"")
         return data
+
+    def _see(self, number: int) -> None:
+        """Tell this process's own use of a segment's file from those of others."""
+        self._used_ns[number] = _last_used_ns(_path(self._folder, number))
+
+    def _add(self, number: int) -> Segment:
+        segment = self._segments[number] = Segment(_path(self._folder, number), self._identity)
+        self._used_ns[number] = 0
+        self._use(number)
+        return segment
+
+    def _use(self, number: int) -> None:
+        """Note that a segment is used now."""
+        self._num_uses += 1
+        self._uses[number] = self._num_uses
+
+    def _note_uses_of_others(self) -> None:
+        """Note which segments other processes have read since this one last looked."""
+        times = {number: _last_used_ns(_path(self._folder, number)) for number in self._segments}
+        for number in sorted(times, key=times.__getitem__):
+            if times[number] != self._used_ns[number]:
+                self._use(number)
+        self._used_ns = times
 
     def _writable(self, num_records: int) -> int:
         """The segment to append so many records to."""
@@ -162,17 +213,20 @@ class DiskStore:
             if size <= self._segment_bytes:
                 return current
         number = 1 + max(_segments_in(self._folder), default=0)
-        self._segments[number] = Segment(_path(self._folder, number), self._identity)
+        self._add(number)
         self._current = number
         return number
 
     def _make_room(self, num_bytes: int) -> list[bytes]:
-        """Remove what was used least recently until so many bytes more are allowed."""
+        """Remove what is worth least until so many bytes more are allowed."""
         gone: list[bytes] = []
         excess = _size_of(self._root) + num_bytes - self._max_bytes
         if excess > 0:
             excess -= self._remove_others(excess)
-        for number in list(self._segments):
+        if excess <= 0:
+            return gone
+        self._note_uses_of_others()
+        for number in least_worth_first(self._standings()):
             if excess <= 0:
                 break
             if number != self._current:
@@ -182,6 +236,25 @@ class DiskStore:
                     path.unlink()
                 gone += self._forget(number)
         return gone
+
+    def _standings(self) -> dict[int, Standing]:
+        """Of all segments."""
+        costs, counts = defaultdict[int, float](float), defaultdict[int, int](int)
+        continued = defaultdict[int, set[int]](set)
+        for number, _, digest, cost in self._index.values():
+            costs[number] += cost
+            counts[number] += 1
+            parent = self._index.get(digest)
+            if parent is not None and parent.segment != number:
+                continued[number].add(parent.segment)
+        return {
+            number: Standing(
+                costs[number] / max(1, counts[number]),
+                self._num_uses - self._uses[number] + 1,
+                frozenset(continued[number]),
+            )
+            for number in self._segments
+        }
 
     def _remove_others(self, num_bytes: int) -> int:
         """Remove segments of other identities that have no writer; return their bytes."""
@@ -204,11 +277,18 @@ class DiskStore:
         return removed
 
     def _forget(self, number: int) -> list[bytes]:
-        del self._segments[number]
+        del self._segments[number], self._uses[number], self._used_ns[number]
         gone = [digest for digest, place in self._index.items() if place.segment == number]
         for digest in gone:
             del self._index[digest]
         return gone
+
+
+def _last_used_ns(path: Path) -> int:
+    """0 where it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _run_of(numbered: tuple[int, _Place | None]) -> tuple[int | None, int]:

@@ -2,7 +2,8 @@
 
     segment   header, then records
     header    magic, the cache's identity (32 bytes), tokens and bytes of a block, checksum
-    record    magic, digest, parent's digest, checksum (16 bytes each), content ids, payload
+    record    magic, place in its sequence, digest, parent's digest, checksum (16 bytes each),
+              content ids, payload
 
 The checksum covers whole content ids, of which the record has 32 bits each.
 
@@ -39,10 +40,10 @@ from numpy.typing import NDArray
 from quire.core.content import content_bytes, short_ids
 from quire.core.tiers import StoredKey
 
-_MAGIC = b"QuireKV2"
+_MAGIC = b"QuireKV3"
 _RECORD_MAGIC, _VOID = b"blok", b"void"
 _HEADER = struct.Struct("<8s32sII16s")
-_RECORD = struct.Struct("<4s12x16s16s16s")
+_RECORD = struct.Struct("<4sI8x16s16s16s")
 _SUMS = struct.Struct("<IQ")
 _DIGEST_BYTES = 16
 _MAX_PIECES = 512
@@ -76,8 +77,9 @@ HEADER_BYTES = _HEADER.size
 def encode(key: StoredKey, payload: memoryview) -> list[bytes | memoryview]:
     """Return a record, in pieces to be written one behind the other."""
     content = array("i", short_ids(key.content_ids)).tobytes()
-    checksum = _checksum(key.digest, key.parent, content_bytes(key.content_ids), sums_of(payload))
-    head = _RECORD.pack(_RECORD_MAGIC, key.digest, key.parent, checksum)
+    head = _RECORD.pack(
+        _RECORD_MAGIC, key.place, key.digest, key.parent, _checksum_of(key, payload)
+    )
     return [head, content, payload]
 
 
@@ -87,16 +89,19 @@ def decode(record: memoryview, key: StoredKey) -> memoryview | None:
     start = _RECORD.size + len(content)
     if len(record) <= start:
         return None
-    magic, digest, parent, checksum = _RECORD.unpack_from(record)
     payload = record[start:]
-    is_same = (
-        magic == _RECORD_MAGIC
-        and digest == key.digest
-        and parent == key.parent
-        and record[_RECORD.size : start] == content
-        and checksum == _checksum(digest, parent, content_bytes(key.content_ids), sums_of(payload))
-    )
+    head = (_RECORD_MAGIC, key.place, key.digest, key.parent, _checksum_of(key, payload))
+    is_same = record[:start] == _RECORD.pack(*head) + content
     return payload if is_same else None
+
+
+class RecordHead(NamedTuple):
+    """What the index needs to know of a record."""
+
+    digest: bytes
+    parent: bytes
+    place: int
+    """Blocks before it in its sequence."""
 
 
 class Segment:
@@ -113,22 +118,22 @@ class Segment:
         """Size of the file."""
         return self.path.stat().st_size
 
-    def scan(self) -> Iterator[tuple[bytes, int]]:
-        """Yield the digest and the place of each record that is new since the last time and wholly
-        there. Raises OSError."""
+    def scan(self) -> Iterator[tuple[RecordHead, int]]:
+        """Yield each record that is new since the last time and wholly there, with its number.
+        Raises OSError."""
         with self.path.open("rb", buffering=0) as file:
             if not self.num_records and file.read(HEADER_BYTES) != header_of(self._identity):
                 return
             size = self._identity.record_bytes
             count = (os.fstat(file.fileno()).st_size - HEADER_BYTES) // size
-            for place in range(self.num_records, count):
-                head = os.pread(file.fileno(), _RECORD.size, HEADER_BYTES + place * size)
+            for number in range(self.num_records, count):
+                head = os.pread(file.fileno(), _RECORD.size, HEADER_BYTES + number * size)
                 if len(head) < _RECORD.size:
                     return
-                self.num_records = place + 1
-                magic, digest, *_ = _RECORD.unpack(head)
+                self.num_records = number + 1
+                magic, place, digest, parent, _ = _RECORD.unpack(head)
                 if magic == _RECORD_MAGIC:
-                    yield digest, place
+                    yield RecordHead(digest, parent, place), number
 
     def append(self, pieces: list[bytes | memoryview], count: int) -> int:
         """Write `count` records in one go; return the place of the first. Raises OSError, behind
@@ -160,13 +165,19 @@ class Segment:
                 done += got
         return buffer[:done]
 
-    def void(self, place: int) -> None:
+    def void(self, number: int) -> None:
         """Make a record none. Raises OSError."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.pwrite(descriptor, _VOID, HEADER_BYTES + place * self._identity.record_bytes)
+            os.pwrite(descriptor, _VOID, HEADER_BYTES + number * self._identity.record_bytes)
         finally:
             os.close(descriptor)
+
+
+def _checksum_of(key: StoredKey, payload: memoryview) -> bytes:
+    place = key.place.to_bytes(4, "little")
+    content = content_bytes(key.content_ids)
+    return _checksum(place, key.digest, key.parent, content, sums_of(payload))
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:

@@ -10,8 +10,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engines import run_all
@@ -20,10 +21,18 @@ from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.scheduler import tiers as control
 from quire.core.scheduler.prompt_cache import prompt_cache
-from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats, origin_of
+from quire.core.scheduler.tiers import (
+    RestoreCosts,
+    StoredPrefixes,
+    TierStats,
+    origin_of,
+    stored_prefixes,
+)
 from quire.core.tiers import TierOrder
 from quire.engine.assembly import tiers as assembly
 from quire.engine.assembly.builder import build_engine
+from quire.engine.assembly.fingerprint import fingerprint
+from quire.engine.assembly.preparation import prepare_model
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError
 from quire.tiers import companion
@@ -166,6 +175,54 @@ def test_events_tell_which_tier_has_a_block(make_engine: MakeEngine, tmp_path: P
     follower.read()
     assert follower.num_snapshots == 1 and follower.of("pool") == set()
     assert follower.of("disk") < stored, "what was in the pool was dropped there, too"
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_compressed_tier_gives_back_what_is_near_to_what_was_computed(
+    make_engine: MakeEngine, tmp_path: Path, form: str
+) -> None:
+    options = {"block_size": 8, "num_blocks": 20, "kv_offloading_size": 0.01}
+    plain, engine = make_engine(**options), make_engine(**options, kv_offloading_dtype=form)
+    expected = answers(plain)
+    assert answers(engine) == expected, "what the pool has is exact"
+    for each in (plain, engine):
+        settle(each)
+        answers(each, [[number + 3, *SHARED] for number in range(6)])  # which take the whole pool
+        settle(each)
+    halves = [
+        each.executor.worker.companions.of("tiers")._host  # type: ignore[attr-defined]
+        for each in (plain, engine)
+    ]
+    assert len(halves[0].digests) == len(halves[1].digests) > 20
+    assert halves[1]._num_bytes < 0.4 * halves[0]._num_bytes, "from float32"
+    assert answers(plain) == expected
+    tiers = stored_prefixes(engine.scheduler.admission.prerequisites)
+    assert tiers is not None and tiers.stats.num_restored_blocks == 0
+    found = answers(engine)
+    assert tiers.stats.num_restored_blocks > 0 and found != expected
+    assert abs(first_logprob(found) - first_logprob(expected)) < 0.1
+
+
+def first_logprob(answered: list[object]) -> float:
+    """Of the first answer's first token."""
+    (token_ids, logprobs), *_ = cast("list[tuple[list[int], Any]]", answered)
+    logprob: float = logprobs[0][token_ids[0]].logprob
+    return logprob
+
+
+def test_what_a_compressed_tier_gave_back_is_not_taken_for_exact(tiny_config: Path) -> None:
+    """By other engines, whose folder or peer it may be."""
+    config = EngineConfig(
+        model=str(tiny_config),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        kv_offloading_size=0.1,
+    )
+    names = set[str]()
+    for form in ("auto", "int8", "fp8"):
+        planned = prepare_model(replace(config, kv_offloading_dtype=form)).planned
+        names.add(fingerprint(planned.plan, planned.files))
+    assert len(names) == 3
 
 
 def settle(engine: Engine) -> None:
@@ -419,6 +476,12 @@ def test_options_that_cannot_work_are_refused(make_engine: MakeEngine, tmp_path:
         ({"kv_cache_dir": str(tmp_path), "kv_disk_size": 100}, "less than two blocks"),
         ({"kv_disk_size": "1GiB"}, "without a folder"),
         ({"kv_offloading_size": -1}, "number of GiB"),
+        ({"kv_offloading_dtype": "int8"}, "give kv_offloading_size"),
+        (
+            {"kv_offloading_dtype": "fp8", "kv_offloading_size": 1, "kv_cache_dtype": "int8"},
+            "would gain nothing",
+        ),
+        ({"kv_offloading_dtype": "int4", "kv_offloading_size": 1}, "'int4'"),
     ):
         with pytest.raises(ConfigError, match=reason):
             make_engine(**options)

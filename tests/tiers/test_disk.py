@@ -129,10 +129,7 @@ def test_each_flipped_bit_costs_at_most_its_record(tmp_path: Path) -> None:
         assert found[0] in (payload(1), None) and found[1] in (payload(2), None)
         if place >= HEADER_BYTES:
             hit = (place - HEADER_BYTES) // IDENTITY.record_bytes
-            assert found[1 - hit] == payload(2 - hit)
-            padding = range(4, 16)
-            is_idle = (place - HEADER_BYTES) % IDENTITY.record_bytes in padding
-            assert (found[hit] is None) != is_idle
+            assert found[1 - hit] == payload(2 - hit) and found[hit] is None
 
 
 def test_content_and_parent_are_compared(tmp_path: Path) -> None:
@@ -180,6 +177,45 @@ def test_the_folder_is_bounded_and_what_was_not_used_goes_first(tmp_path: Path) 
         assert sum(path.stat().st_size for path in segments(tmp_path)) <= max_bytes + HEADER_BYTES
     assert len(store) > 20 and len(gone) + len(store) == 200
     assert read(store, 199, 100) == [payload(199), None]
+
+
+def test_what_others_read_is_used(tmp_path: Path) -> None:
+    """A process that only reads tells the writer by the times of the files."""
+    store = open_store(tmp_path, 40 * IDENTITY.record_bytes)
+    write(store, 1, 2)
+    (first,) = segments(tmp_path)
+    for number in range(3, 200):
+        write(store, number)
+        if number % 5 == 0:
+            with contextlib.closing(open_store(tmp_path)) as reader:
+                assert not reader.is_writer and read(reader, 1, 2) == [payload(1), payload(2)]
+            later = time.time_ns() + number  # than what was written within one tick of the clock
+            os.utime(first, ns=(later, later))
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(1.0, 30, 44), (3.0, 90, 132)])
+def test_what_costs_more_to_compute_stays_longer(
+    tmp_path: Path, cost: float, least: int, most: int
+) -> None:
+    """Three times as many others may have been used since, for three times the cost."""
+    costs = {0: 1.0, 7: cost}
+    store = DiskStore(tmp_path, IDENTITY, 40 * IDENTITY.record_bytes, costs.__getitem__)
+    store.append([(key(number)._replace(place=7), payload(number)) for number in (1, 2)])
+    number = 2
+    while key(1).digest in store and number < 200:
+        number += 1
+        write(store, number)
+    assert least <= number <= most
+
+
+def test_a_block_stays_as_long_as_one_that_continues_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 40 * IDENTITY.record_bytes)
+    write(store, 1, 2)
+    store.append([(key(1000, parent=1), payload(0))])
+    for number in range(3, 200):
+        write(store, number)
+        assert [*store.read([key(1000, parent=1)])] == [payload(0)], "it is read all the time"
+        assert key(1).digest in store
 
 
 def test_other_identities_make_room_first_unless_they_are_in_use(tmp_path: Path) -> None:

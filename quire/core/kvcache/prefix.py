@@ -62,6 +62,7 @@ class PrefixNode:
         "digest",
         "namespace",
         "parent",
+        "place",
         "records",
         "scoring",
         "tokens",
@@ -76,6 +77,8 @@ class PrefixNode:
         self.blocks = blocks
         """Of each group; NO_BLOCK where it has none."""
         self.namespace: Namespace = parent.namespace if parent is not None else ()
+        self.place: int = parent.place + 1 if parent is not None else -1
+        """Blocks before it in its sequences."""
         self.children: list[PrefixNode] = []
         self.records: tuple[TokenLogprobs | None, ...] | None = None
         self.scoring: ScoringKey | None = None

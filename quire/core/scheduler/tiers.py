@@ -171,7 +171,7 @@ class StoredPrefixes:
         if self._is_off or is_unwritten or digest in self._known or digest in self._offered:
             return
         assert node.parent is not None
-        key = StoredKey(digest, node.parent.digest, node.tokens)
+        key = StoredKey(digest, node.parent.digest, node.tokens, node.place)
         self._offered.add(digest)
         if digest in self._doubtful:  # what is stored under it must not be taken for this
             self._orders.append(TierOrder("drop", 0, (key,)))
@@ -191,7 +191,7 @@ class StoredPrefixes:
             for stored in (self._offered, self._left):
                 stored.discard(digest)
             assert node.parent is not None
-            key = StoredKey(digest, node.parent.digest, node.tokens)
+            key = StoredKey(digest, node.parent.digest, node.tokens, node.place)
             self._orders.append(TierOrder("drop", 0, (key,)))
             self._doubtful[digest] = key
             if len(self._doubtful) > _MAX_DOUBTFUL:
@@ -291,7 +291,7 @@ class StoredPrefixes:
         self._num_orders += 1
         self._fetches[self._num_orders] = _Fetch(sequence, keys, first, end)
         stored = tuple(
-            StoredKey(keys.digests[place], _parent(keys, place), keys.tokens[place])
+            StoredKey(keys.digests[place], _parent(keys, place), keys.tokens[place], place)
             for place in range(first, end)
         )
         for key in stored:

@@ -43,6 +43,7 @@ def numerics(plan: EnginePlan, files: ModelFiles) -> list[Any]:
         None if plan.config.platform is None else find_platform(plan.config.platform).label,
         plan.attention_module,
         plan.config.batch_invariant,
+        plan.config.kv_offloading_dtype,
         instruction_sets(),
     ]
     return [*_forms(plan), dict(files.config), plan.kv_format, where]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quire.common.file_states import States, check_unchanged
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
-from quire.core.step_cost import StepCostModel
+from quire.core.step_cost import StepCostModel, block_costs
 from quire.engine.assembly.fingerprint import numerics, source_digest, weight_files
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.assembly.planned_model import PlannedModel
@@ -34,7 +34,9 @@ from quire.errors import ConfigError
 from quire.models.rope import DynamicScaling, LongScaling
 
 if TYPE_CHECKING:
+    from quire.engine.plan.tiers import TierPlan
     from quire.tiers.companion import BlockMemory, StoredBlocks
+    from quire.tiers.compression import Compression
     from quire.tiers.disk import DiskStore
 
 logger = logging.getLogger(__name__)
@@ -74,9 +76,19 @@ def stored_blocks(
     tiers = planned.plan.tiers
     if tiers is None:
         return None
-    if tiers.folder is None:
-        return StoredBlocks(memory, None, tiers.host_bytes)
-    return StoredBlocks(memory, partial(_open, planned, states), tiers.host_bytes)
+    open_store = None if tiers.folder is None else partial(_open, planned, states)
+    compression = _compression_of(planned.plan, tiers)
+    return StoredBlocks(memory, open_store, tiers.host_bytes, compression=compression)
+
+
+def _compression_of(plan: EnginePlan, tiers: TierPlan) -> Compression | None:
+    from quire.tiers.compression import Compression, Source, shared_row_len
+
+    if tiers.host_form is None:
+        return None
+    row_len = shared_row_len(layer.head_dim for layer in plan.spec.kv_layers)
+    source: Source = "float32" if plan.kv_format == "float32" else "bfloat16"
+    return Compression(tiers.host_form, source, row_len)
 
 
 def digest_key(plan: EnginePlan) -> bytes:
@@ -140,7 +152,9 @@ def _open(planned: PlannedModel, states: States) -> DiskStore:
     digest = identity_digest([*deciding_facts(plan, planned.files, folder), own])
     check_unchanged(states)
     identity = CacheIdentity(digest, plan.limits.block_size, plan.tiers.payload_bytes)
-    return DiskStore(folder, identity, plan.tiers.disk_bytes)
+    limits = plan.limits
+    costs = block_costs(StepCostModel(plan.step_costs), limits.block_size, limits.max_model_len)
+    return DiskStore(folder, identity, plan.tiers.disk_bytes, costs)
 
 
 def identity_digest(facts: list[Any]) -> bytes:

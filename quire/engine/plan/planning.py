@@ -127,7 +127,7 @@ class _Resolver:
         limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
         check_undivided(spec.vision, 0 if images is None else images.max_places, limits)
         kv.note_groups(layout, limits, block_bytes)
-        tiers = self._tiers(len(layout.windows) * block_bytes)
+        tiers = self._tiers(kv_format, len(layout.windows) * block_bytes)
         transfers = self._transfers()
         draft = self._draft(layout, limits, dtype, kv_format)
         if draft is not None:
@@ -176,8 +176,8 @@ class _Resolver:
         num_cores, reason = ranks.cores_of_each(self.machine, self.config.num_processes)
         return self._notes.given("num_threads", self.config.num_threads, num_cores, reason)
 
-    def _tiers(self, place_bytes: int) -> TierPlan | None:
-        tiers = plan_tiers(self.config, self.spec, place_bytes, self.gpu is None)
+    def _tiers(self, kv_format: str, place_bytes: int) -> TierPlan | None:
+        tiers = plan_tiers(self.config, self.spec, kv_format, place_bytes, self.gpu is None)
         if tiers is not None:
             self._notes.add("kv_tiers", tiers.sizes, tiers.reason)
         return tiers
