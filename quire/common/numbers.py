@@ -11,6 +11,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = _UNITS[_letter] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
 
+_MAX_DIGITS, _MAX_BYTES = 20, 2**63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 
@@ -29,16 +30,16 @@ def align_up(value: int, unit: int) -> int:
     return ceil_div(value, unit) * unit
 
 
-def parse_bytes(size: int | str, *, option: str = "size") -> int:
-    """Read a size in bytes: an integer, or text such as "512MiB", "2GB" or "1.5g" (K, M,
-    G and T alone are binary)."""
-    if isinstance(size, int):
-        num_bytes = size
+def parse_bytes(size: float | str, *, option: str = "size") -> int:
+    """Read a size in bytes: a number, or text such as "512MiB", "2GB" or "1.5g" (K, M,
+    G and T alone are binary). Raises ConfigError."""
+    if isinstance(size, int | float) and not isinstance(size, bool) and abs(size) < _MAX_BYTES:
+        num_bytes = int(size)
     else:
-        match = _SIZE.match(size)
-        if match is None or match[2].lower() not in _UNITS:
+        match = _SIZE.match(size) if isinstance(size, str) else None
+        if match is None or match[2].lower() not in _UNITS or len(match[1]) > _MAX_DIGITS:
             raise ConfigError(
-                f'{option}={size!r} is not a size; give bytes or text such as "512MiB" or "2GB"'
+                f'{option}={size!r:.80} is not a size; give bytes or text such as "512MiB" or "2GB"'
             )
         num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if num_bytes <= 0:

@@ -7,6 +7,7 @@ with its reason. Nothing is read from the environment.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from typing import Any, Self
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.config.foreign import translate
 from quire.config.limits import POLICIES
+from quire.config.paths import checked_path
 from quire.config.processes import DistributedSsl, check_processes
 from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import KVTransferConfig
@@ -40,7 +42,9 @@ STORED_QUANTIZATIONS = {
     "gguf": ("gguf",),
 }
 """What vLLM calls the quantization of a checkpoint, and the methods that its files may name."""
-_NAMES = ("tokenizer", "revision", "tokenizer_revision", "download_dir", "generation_config")
+_NAMES = ("revision", "tokenizer_revision")
+_PATHS = ("tokenizer", "download_dir", "generation_config", "weights_cache", "kv_cache_dir")
+"""Of which some may be names of another kind, too."""
 
 _LEAST = {
     "max_model_len": 1,
@@ -61,6 +65,17 @@ _LEAST = {
 """Whole numbers, each with the least that makes sense."""
 _OF_ADAPTERS = frozenset({"max_loras", "max_lora_rank", "max_cpu_loras", "lora_experts"})
 _MAX_TARGET_STEP_MS = 3_600_000
+
+
+def _check_keys(name: str, value: Any) -> None:
+    """Raise ConfigError for what no JSON object is, within others, too."""
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{name} must be a dict of the file's keys, not {type(value).__name__}")
+    for key, each in (value or {}).items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{name}: the key {key!r:.80} must be text, as keys of a file are")
+        if isinstance(each, dict):
+            _check_keys(name, each)
 
 
 def _option(default: Any, text: str, **metadata: Any) -> Any:
@@ -384,9 +399,14 @@ class EngineConfig:
         return self.quantization if self.quantization in QUANTIZATIONS else None
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be the name or folder of a model")
         object.__setattr__(self, "allowed_media_domains", self._domains())
+        for name in _PATHS:
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked_path(name, given))
         self._check_choices()
         self._check_numbers()
         self._check_available()
@@ -418,10 +438,8 @@ class EngineConfig:
                 )
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name}={value!r} must be True or False")
-            if str(item.type).startswith("Mapping") and not isinstance(value, dict | None):
-                raise ConfigError(
-                    f"{item.name} must be a dict of the file's keys, not {type(value).__name__}"
-                )
+            if str(item.type).startswith("Mapping"):
+                _check_keys(item.name, value)
             if (
                 item.name in _NAMES
                 and not (isinstance(value, str) and value)

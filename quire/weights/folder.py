@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.common.small_files import is_file, is_folder, read_object
+from quire.config.paths import is_possible
 from quire.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,6 @@ logger = logging.getLogger(__name__)
 SHIPPED_MODELS = ("quire-storyteller", "quire-embedder")
 _ASSETS = Path(__file__).parent.parent / "assets"
 _MAX_JSON_BYTES = 16 << 20
-_MAX_PATH_BYTES = 4095
-_MAX_PART_BYTES = 255
-"""As Linux has them."""
 _MAX_SHOWN_CHARS = 80
 _PROBE_TIMEOUT_S = 1.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
@@ -73,11 +71,10 @@ def resolve_model(
 def local_path(name: str) -> Path:
     """Return the path that a model's name would be. Raises ModelNotFoundError for what can be
     none."""
-    if not name or "\0" in name or len(os.fsencode(name)) > _MAX_PATH_BYTES:
-        raise ModelNotFoundError(f"model={name[:_MAX_SHOWN_CHARS]!r} is not a name; {_CHOICES}")
-    if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in name.split("/")):
+    if not name or not is_possible(name):
         raise ModelNotFoundError(
-            f"model={name[:_MAX_SHOWN_CHARS]!r}: no file has so long a name; {_CHOICES}"
+            f"model={name[:_MAX_SHOWN_CHARS]!r}: no file has such a name, or so long a one; "
+            f"{_CHOICES}"
         )
     try:
         return Path(name).expanduser()

@@ -1,5 +1,7 @@
 """Named arithmetic and sizes."""
 
+from typing import Any
+
 import pytest
 
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
@@ -15,7 +17,7 @@ def test_division_and_alignment() -> None:
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        (17, 17), ("17", 17), ("17b", 17), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024),
+        (17, 17), (2e9, 2 * 10**9), ("17", 17), ("17b", 17), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024),
         ("512MiB", 512 << 20), ("1.5g", 3 << 29), (" 2 GB ", 2 * 10**9), ("1TiB", 1 << 40),
     ],
 )  # fmt: skip
@@ -24,9 +26,28 @@ def test_sizes_are_read(text: int | str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "1 QB", "-1", "1e3", "1 2", "0", 0, -5, "0MiB", "nan", "1,5g"]
+    "text",
+    [
+        "",
+        "MiB",
+        "1 QB",
+        "-1",
+        "1e3",
+        "1 2",
+        True,
+        [1],
+        1e300,
+        float("inf"),
+        "9" * 60,
+        "0",
+        0,
+        -5,
+        "0MiB",
+        "nan",
+        "1,5g",
+    ],
 )
-def test_other_sizes_are_refused_by_name_and_value(text: int | str) -> None:
+def test_other_sizes_are_refused_by_name_and_value(text: Any) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory=") as caught:
         parse_bytes(text, option="kv_cache_memory")
     assert repr(text) in str(caught.value)
