@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from quire.models.blocks import ExpertsSpec, MlpSpec
 from quire.models.config_reader import ConfigReader
 from quire.models.dimensions import read_windows
-from quire.models.tensors import LinearSpec, StackedPlace, linear
+from quire.models.tensors import LinearSpec, StackedPlace, TensorSpec, linear
 from quire.program.operations import Activation, Routing
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -137,16 +137,17 @@ def experts(
     count, stacked_at = routing.num_experts, stacked_at or at
     share = routing.num_chosen / count
 
+    # Models have tens of thousands of these, which `replace` would take seconds to make.
     def part(name: str, inputs: int, outputs: int, place: StackedPlace) -> LinearSpec:
-        whole = linear(name, inputs, outputs)
-        return replace(whole, weight=replace(whole.weight, other_place=place), share=share)
+        weight = TensorSpec(f"{name}.weight", (outputs, inputs), other_place=place)
+        return LinearSpec(weight, share=share)
 
     def expert(index: int) -> MlpSpec:
         name = f"{at}.experts.{index}"
         gate = StackedPlace(
             f"{stacked_at}.experts.gate_up_proj", (count, 2 * inner, hidden), index * 2 * inner
         )
-        up = gate._replace(first_row=gate.first_row + inner)
+        up = StackedPlace(gate.name, gate.shape, gate.first_row + inner)
         down = StackedPlace(
             f"{stacked_at}.experts.down_proj", (count, hidden, inner), index * hidden
         )
