@@ -3,6 +3,7 @@ interrupts that reach the programs under test."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -73,10 +74,11 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_finish() -> None:
     """Keep thousands of collected tests out of every later collection of garbage:
-    many tests ask for one."""
+    many tests ask for one, and pytest for five at the end."""
     gc.enable()
-    gc.collect()
     gc.freeze()
+    # The interpreter's last collection finds everything: the native extension reports what is left.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -95,11 +97,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for path in paths:
         if MARK not in path.read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{path}: write out pytest.{MARK}, by which it is found")
-
-
-def pytest_unconfigure() -> None:
-    """Let the last collection find everything: the native extension reports what is left."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

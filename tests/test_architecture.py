@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from code_in_data import CodeInDataError
+from syntax import statements
 from timing import timed
 
 ROOT = Path(__file__).parent.parent
@@ -238,12 +239,10 @@ def _trees() -> dict[str, ast.Module]:
     }
 
 
-def _imports(module: str, *, only_top_level: bool = False) -> Iterator[str]:
+def _imports(module: str) -> Iterator[str]:
     """Every module that `module` imports, whether under TYPE_CHECKING, inside a function,
     or at the top."""
-    tree = _trees()[module]
-    nodes = tree.body if only_top_level else list(ast.walk(tree))
-    for node in nodes:
+    for node in statements(_trees()[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -260,7 +259,7 @@ def _quire_imports(module: str) -> Iterator[str]:
 
 def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for module, tree in _trees().items():
-        for node in ast.walk(tree):
+        for node in statements(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield module, node
 
@@ -398,7 +397,7 @@ def _public_classes() -> dict[str, set[str]]:
     """The modules that define each public class name."""
     found: dict[str, set[str]] = {}
     for module, tree in _trees().items():
-        for node in ast.walk(tree):
+        for node in statements(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, set()).add(module)
     return found

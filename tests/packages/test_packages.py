@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from syntax import statements
 
 from tools import check_package
 
@@ -79,8 +80,8 @@ def _imports() -> dict[str, set[str]]:
     return found
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
