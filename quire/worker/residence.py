@@ -141,9 +141,9 @@ class Returnable:
             raise NotAvailableError(f"sleep: level 2 discards weights, and {_ONLY_DECODERS}")
         if level == 1:
             self._write()
+        self._gone = set(PARTS)  # before it is: what is interrupted then returns as a whole
         num_bytes = sum(discard(*each) for each in self._extents(self._weights))
         num_bytes += sum(discard(*each) for each in self._extents(self._memory.tensors))
-        self._gone = set(PARTS)
         if level == 2:
             self.close()
         logger.info("asleep: %s went back to the system", format_bytes(num_bytes))
@@ -165,10 +165,17 @@ class Returnable:
 
     def replace(self, loaded: Loaded) -> None:
         """See `Residence.replace`."""
-        copy_over(self._weights, loaded.weights, (self._form, loaded.form))
+        was_gone = WEIGHTS in self._gone
+        self._gone.add(WEIGHTS)  # until all of them are there; else `wake` brings the former back
+        try:
+            copy_over(self._weights, loaded.weights, (self._form, loaded.form))
+        except CheckpointError:
+            if not was_gone:
+                self._gone.discard(WEIGHTS)
+            raise
         self._reload = loaded.reload
-        self._gone.discard(WEIGHTS)
         self.close()  # it has the former ones
+        self._gone.discard(WEIGHTS)
 
     def close(self) -> None:
         """Forget the file. Idempotent."""
@@ -197,9 +204,11 @@ class Returnable:
             raise self._unwritten(folder, error) from error
         try:
             self._transfer(descriptor, os.pwritev)
-        except OSError as error:
+        except BaseException as error:
             os.close(descriptor)
-            raise self._unwritten(folder, error) from error
+            if isinstance(error, OSError):
+                raise self._unwritten(folder, error) from error
+            raise
         self._file = descriptor
 
     @staticmethod

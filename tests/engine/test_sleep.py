@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from engines import run_all
 
 from quire import LLM
-from quire.common.pages import CAN_DISCARD
+from quire.common.pages import CAN_DISCARD, discard
 from quire.core.params import SamplingParams
 from quire.core.scheduler.tiers import RestoreCosts
 from quire.engine.front.async_llm import AsyncLLM
@@ -27,6 +28,7 @@ from quire.errors import (
 )
 from quire.tiers import companion
 from quire.weights.folder import resolve_model
+from quire.worker import residence
 from quire.worker.residence import Returnable
 from tests.engine.conftest import DEVICE, MakeEngine
 from tests.engine.test_tiers import answers, stats_of
@@ -145,6 +147,46 @@ def test_a_disk_that_is_full_leaves_the_engine_awake(
         with pytest.raises(EngineError, match="No space left on device; make room"):
             engine.sleep(1)
     assert engine.asleep == () and answers(engine) == expected
+
+
+@pytest.mark.parametrize("doing", ["sleep 1", "sleep 2", "write", "wake"])
+def test_ctrl_c_in_between_loses_no_weights(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, doing: str
+) -> None:
+    """Some of them are gone then, until the engine is woken up."""
+    engine = make_engine()
+    expected = answers(engine)
+    if doing == "wake":
+        engine.sleep(1)
+    num_calls = 0
+
+    def interrupt(call: Any, *given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise KeyboardInterrupt
+        return call(*given)
+
+    engine.add_request("lost", {"prompt_token_ids": PROMPT}, PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(residence, "discard", partial(interrupt, discard))
+        for name in ("pwritev", "preadv") if doing in ("write", "wake") else ():
+            patch.setattr(os, name, partial(interrupt, getattr(os, name)))
+        patch.setattr(residence, "_CHUNK_BYTES", 1 << 12)
+        with pytest.raises(KeyboardInterrupt):
+            if doing == "wake":
+                engine.wake_up()
+            else:
+                engine.sleep(2 if doing == "sleep 2" else 1)
+    assert engine.asleep and not engine.can_step
+    lost = [each.request_id for each in engine.take_lost()]
+    assert lost == ([] if doing == "wake" else ["lost"]), "their sessions would wait for ever"
+    engine.wake_up()
+    run_all(engine)
+    assert answers(engine) == expected
+    engine.sleep(1)
+    engine.wake_up()
+    assert answers(engine) == expected
 
 
 def test_short_transfers_are_carried_on(

@@ -16,7 +16,7 @@ from folders import randomize
 from safetensors.torch import load_file
 
 from quire import LLM
-from quire.common.pages import CAN_DISCARD
+from quire.common.pages import CAN_DISCARD, discard
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.scheduler.tiers import RestoreCosts
@@ -117,6 +117,37 @@ def test_answers_are_those_of_an_engine_of_the_new_weights(
         update(engine, tensors_of(folder) if is_given else str(folder), f"v{number}")
         assert answers(engine) == expected[folder is new]
         assert engine.weight_version == f"v{number}"
+
+
+def test_an_update_that_ctrl_c_ends_leaves_no_mixture(
+    folders: tuple[Path, Path], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights count as gone until the former ones are back, or the update is made again."""
+    old, new = folders
+    expected = answers(make(new))
+    engine = make(old)
+    former = answers(engine)
+    num_calls = 0
+
+    def interrupt(*given: int) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 5 == 0:
+            raise KeyboardInterrupt
+        return discard(*given)
+
+    for brings_back in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.worker.residence.discard", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                update(engine, str(new))
+        assert engine.asleep == ("weights",) and engine.weight_version != "next"
+        if brings_back:
+            engine.wake_up()
+            assert answers(engine) == former
+        else:
+            update(engine, str(new))
+            assert not engine.asleep and answers(engine) == expected
 
 
 def test_log_probabilities_are_those_of_the_trainer(

@@ -204,15 +204,19 @@ class Engine(ServedModel, StepLoop):
         try:
             return self._deliver(self.advance())
         except BaseException:  # Ctrl-C: the requests are lost, the engine is not
-            self.start_over("interrupted")
-            self._lost = [
-                *self._outputs.end_all(),
-                *(beam_output(state, self.tokenizer) for state in self._beams.values()),
-            ]
-            self._beams.clear()
-            for request_id in list(self._processors):
-                self._forget_processors(request_id)
+            self.interrupted()
             raise
+
+    def interrupted(self) -> None:
+        """See `StepLoop.interrupted`. The requests' last outputs are those of `take_lost`."""
+        super().interrupted()
+        self._lost += [
+            *self._outputs.end_all(),
+            *(beam_output(state, self.tokenizer) for state in self._beams.values()),
+        ]
+        self._beams.clear()
+        for request_id in list(self._processors):
+            self._forget_processors(request_id)
 
     def _deliver(self, progress: list[Progress]) -> list[Output]:
         outputs: list[Output] = list(self._outputs.process(progress))

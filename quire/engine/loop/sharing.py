@@ -49,6 +49,11 @@ class SharedEngine:
                 self._lock.acquire()
                 self._holder = me
             yield self._engine
+        except BaseException:
+            if self._holder == me:
+                # interrupted: the requests of all sessions are lost, and the others must hear of it
+                self._deliver(self._engine.take_lost())
+            raise
         finally:
             if self._holder == me:  # else it was interrupted while it waited
                 self._holder = None
@@ -72,14 +77,8 @@ class SharedEngine:
 
     def step(self) -> None:
         """Run one step and give its outputs to their sessions. The engine must be held."""
-        try:
-            outputs = self._engine.step()
-            self._engine.settle()
-        except (
-            BaseException
-        ):  # interrupted: the requests of all sessions are lost, and the others must hear of it
-            self._deliver(self._engine.take_lost())
-            raise
+        outputs = self._engine.step()
+        self._engine.settle()
         self._deliver(outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:

@@ -24,7 +24,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from quire.common.failures import log_failure
@@ -40,7 +41,7 @@ from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.loop.recorder import StepRecorder
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
-from quire.errors import NotAvailableError
+from quire.errors import NotAvailableError, QuireError
 from quire.executor.interface import Executor, Launched, StepLostError
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,16 @@ class StepLoop:
             return
         if self.scheduler.admission.has_orders and not self.has_work:
             self.advance()  # blocks that were published last are yet to be stored
-        self.loop.forget()
-        self.rewind()
-        self.scheduler.reset_prefix_cache()
-        self.executor.sleep(level)
-        self.asleep = PARTS
+        with self._until_interrupted():
+            self.loop.forget()
+            self.rewind()
+            self.scheduler.reset_prefix_cache()
+            self.asleep = PARTS  # also where it is interrupted: what is gone is known below alone
+            try:
+                self.executor.sleep(level)
+            except QuireError:
+                self.asleep = ()
+                raise
 
     def wake_up(self, parts: tuple[str, ...] = PARTS) -> None:
         """Bring parts of the memory back; steps are made once all are there. Raises a QuireError
@@ -141,14 +147,37 @@ class StepLoop:
     def replace_weights(self, loaded: Any, version: str) -> None:
         """Compute with other weights, which the executor has loaded, from the next step on. What
         runs is computed again with them, up to its last token; nothing that was cached is found
-        again. Raises CheckpointError, and goes on, for weights of another form.
+        again. Raises CheckpointError, and goes on, for weights of another form. Where it is
+        interrupted, weights are gone until `wake_up`.
         """
-        self.loop.forget()
-        self.rewind()
-        self.executor.replace_weights(loaded)
-        self.asleep = tuple(each for each in self.asleep if each != WEIGHTS)
-        self._digest_key = os.urandom(16)
-        self.scheduler.rekey(self._digest_key, version)
+        before, key = self.asleep, self._digest_key
+        with self._until_interrupted():
+            self.loop.forget()
+            self.rewind()
+            self._digest_key = os.urandom(16)
+            self.asleep = tuple(each for each in PARTS if each == WEIGHTS or each in before)
+            try:
+                self.executor.replace_weights(loaded)
+            except QuireError:
+                self.asleep, self._digest_key = before, key
+                raise
+            self.scheduler.rekey(self._digest_key, version)
+            self.asleep = tuple(each for each in before if each != WEIGHTS)
+
+    @contextmanager
+    def _until_interrupted(self) -> Iterator[None]:
+        """Do something between two steps. Ctrl-C within it costs the requests, as in a step."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.interrupted()
+            raise
+
+    def interrupted(self) -> None:
+        """Begin with an empty control plane: Ctrl-C may have left this one half-way through."""
+        self.start_over("interrupted")
 
     def advance(self) -> list[Progress]:
         """Go on until one step has been taken in. Never raises for a bug or a broken executor.
