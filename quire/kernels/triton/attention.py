@@ -64,6 +64,62 @@ def find_sequence(query_start, num_sequences, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def tile_queries(query_start, num_sequences, tile, BLOCK_Q: tl.constexpr):
+    """The sequence of a tile, its first token, how many queries it has, and which of them is the
+    tile's first: one behind the last where the tile has none."""
+    sequence = find_sequence(query_start, num_sequences, tile, BLOCK_Q)
+    start = tl.load(query_start + sequence)
+    query_len = tl.load(query_start + sequence + 1) - start
+    return sequence, start, query_len, (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
+
+
+@triton.jit
+def tile_rows(
+    first_query, start, query_len, context, BLOCK_M: tl.constexpr, TILE_HEADS: tl.constexpr
+):
+    """Of each row of a tile [BLOCK_M], in which TILE_HEADS heads of a query are neighbours: its
+    token, int64, and its position, its head among these, and whether there is such a query."""
+    row = tl.arange(0, BLOCK_M)
+    query_index = first_query + row // TILE_HEADS
+    token = (start + query_index).to(tl.int64)
+    return token, context - query_len + query_index, row % TILE_HEADS, query_index < query_len
+
+
+@triton.jit
+def seen_positions(
+    first_place, context, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
+    """What the BLOCK_Q queries from position `first_place` on see: `low` and `end`, the first
+    position of any of them and the one behind the last; `begin`, where the tile of `low` begins;
+    and `clear_end`: all of them see all of [begin, clear_end)."""
+    end = tl.minimum(context, first_place + BLOCK_Q)
+    low = 0
+    begin = 0
+    clear_end = (first_place + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        low = tl.maximum(first_place - WINDOW + 1, 0)
+        begin = low // BLOCK_N * BLOCK_N
+        clear_end = begin
+    return low, begin, clear_end, end
+
+
+@triton.jit
+def softmax_weights(row_max, scores, factor):
+    """The maxima [M] with scores [M, N] times `factor` among them, the weights [M, N] of the
+    scores, and what the sums so far are multiplied by [M].
+
+    exp2 takes the place of exp: its exponent is the score times `factor` minus the maximum, in one
+    operation.
+    """
+    top = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(
+        tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])
+    )
+    return top, weights, tl.exp2(row_max - base)
+
+
+@triton.jit
 def merge(row_max, total, sums, other_max, other_total, other_sums):
     """Two partial softmaxes to one: maxima and totals [M], sums [M, D].
     An empty one has row_max -inf and changes nothing."""
@@ -144,9 +200,6 @@ def attend_tile(
     """The softmax so far and BLOCK_N positions from `first` on. Without IS_MASKED, all queries see
     all of them; no query sees one below `low` or from `end` on, if it lies in the same tile: these
     are not read, since they may be another sequence's.
-
-    exp2 takes the place of exp: its exponent is the score times `factor` minus the row_max, in one
-    operation.
     """
     ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
     dims = tl.arange(0, queries.shape[1])
@@ -171,12 +224,7 @@ def attend_tile(
         if WINDOW > 0:
             is_seen = is_seen & (positions[None, :] > places[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
-    top = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(
-        tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])
-    )
-    fade = tl.exp2(row_max - base)
+    top, weights, fade = softmax_weights(row_max, scores, factor)
     total = total * fade + tl.sum(weights, axis=1)
     if FORMAT != FLOAT_FORMAT:
         weights = weights * row_scales(value_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
@@ -215,6 +263,57 @@ def attend_split(
     return row_max, total, sums
 
 
+@triton.jit
+def attend_splits(
+    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, clear_end, low,
+    end, scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, HAS_ONE_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """`attend_split` of all splits of [begin, end), one after the other and merged in ascending
+    order."""
+    if HAS_ONE_SPLIT:
+        row_max, total, sums = attend_split(
+            queries, key_cache, value_cache, key_scales, value_scales, table, places, begin,
+            clear_end, low, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+            WINDOW, HAS_SOFT_CAP, FORMAT,
+        )  # fmt: skip
+    else:
+        row_max = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+        total = tl.zeros([queries.shape[0]], tl.float32)
+        sums = tl.zeros([queries.shape[0], queries.shape[1]], tl.float32)
+        for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
+            split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
+            split_max, split_total, split_sums = attend_split(
+                queries, key_cache, value_cache, key_scales, value_scales, table, places,
+                tl.maximum(begin, split * SPLIT_LEN), tl.minimum(clear_end, split_end), low,
+                split_end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW,
+                HAS_SOFT_CAP, FORMAT,
+            )  # fmt: skip
+            row_max, total, sums = merge(row_max, total, sums, split_max, split_total, split_sums)
+    return row_max, total, sums
+
+
+@triton.jit
+def store_rows(out, where, rows, is_element, dims, HEAD_SIZE: tl.constexpr):
+    """Stores rows [M, D] at rows `where` [M] of `out`, in its dtype."""
+    pointers = out + where[:, None] * HEAD_SIZE + dims[None, :]
+    tl.store(pointers, rows.to(out.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def store_partial(
+    partial_sums, partial_stats, where, row_max, total, sums, is_row, is_element, is_filled, dims,
+    HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Stores the softmax of one split of rows [M] at `where` for `merge_kernel`; without its sums
+    unless `is_filled`."""
+    tl.store(partial_stats + where * 2, row_max, mask=is_row)
+    tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
+    if is_filled:
+        store_rows(partial_sums, where, sums, is_element, dims, HEAD_SIZE)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
 def attention_kernel(
     query, key_cache, value_cache, key_scales, value_scales, sinks, out, partial_sums,
@@ -232,12 +331,9 @@ def attention_kernel(
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1) // HEAD_TILES
-    sequence = find_sequence(query_start, num_sequences, tile, BLOCK_Q)
-    start = tl.load(query_start + sequence)
-    query_len = tl.load(query_start + sequence + 1) - start
-    first_query = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    sequence, start, query_len, first_query = tile_queries(
+        query_start, num_sequences, tl.program_id(0), BLOCK_Q
+    )
     if first_query >= query_len:
         return
     if PART > 0:
@@ -245,80 +341,40 @@ def attention_kernel(
         if is_below != (PART == 1):
             return
     context = tl.load(context_len + sequence)
-    row = tl.arange(0, BLOCK_M)
-    query_index = first_query + row // TILE_HEADS
-    head_in_group = (tl.program_id(1) % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
-    is_row = (query_index < query_len) & (head_in_group < GROUP)
+    token, places, lane, is_query = tile_rows(
+        first_query, start, query_len, context, BLOCK_M, TILE_HEADS
+    )
+    kv_head = tl.program_id(1) // HEAD_TILES
+    head_in_group = (tl.program_id(1) % HEAD_TILES) * TILE_HEADS + lane
+    is_row = is_query & (head_in_group < GROUP)
     head = kv_head * GROUP + head_in_group
-    token = (start + query_index).to(tl.int64)
-    places = context - query_len + query_index
     dims = tl.arange(0, HEAD_PADDED)
     is_element = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
-    queries = tl.load(
-        query + (token * query_stride + head * HEAD_SIZE)[:, None] + dims[None, :],
-        mask=is_element,
-        other=0.0,
+    of_rows = query + (token * query_stride + head * HEAD_SIZE)[:, None]
+    queries = tl.load(of_rows + dims[None, :], mask=is_element, other=0.0)
+    low, begin, clear_end, end = seen_positions(
+        context - query_len + first_query, context, BLOCK_Q, BLOCK_N, WINDOW
     )
-
-    first_place = context - query_len + first_query
-    end = tl.minimum(context, first_place + BLOCK_Q)
-    begin = 0
-    low = 0
-    clear_end = (first_place + 1) // BLOCK_N * BLOCK_N
-    if WINDOW > 0:
-        low = tl.maximum(first_place - WINDOW + 1, 0)
-        begin = low // BLOCK_N * BLOCK_N
-        clear_end = begin
-    table = block_tables + sequence.to(tl.int64) * table_stride
-    keys = key_cache + kv_head * head_stride
-    values = value_cache + kv_head * head_stride
-    of_keys = key_scales + kv_head * head_stride // 4
-    of_values = value_scales + kv_head * head_stride // 4
     if IS_PARTIAL:
-        split = tl.program_id(2)
-        where = (token * NUM_HEADS + head) * num_splits + split
-        split_begin = tl.maximum(begin, split * SPLIT_LEN)
-        split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
-        row_max, total, sums = attend_split(
-            queries, keys, values, of_keys, of_values, table, places, split_begin,
-            tl.minimum(clear_end, split_end), low, split_end, scale, soft_cap, block_stride,
-            HEAD_SIZE,
-            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
+        begin = tl.maximum(begin, tl.program_id(2) * SPLIT_LEN)
+        end = tl.minimum(end, (tl.program_id(2) + 1) * SPLIT_LEN)
+        clear_end = tl.minimum(clear_end, end)
+    row_max, total, sums = attend_splits(
+        queries, key_cache + kv_head * head_stride, value_cache + kv_head * head_stride,
+        key_scales + kv_head * head_stride // 4, value_scales + kv_head * head_stride // 4,
+        block_tables + sequence.to(tl.int64) * table_stride, places, begin, clear_end, low, end,
+        scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
+        SPLIT_LEN, IS_PARTIAL or HAS_ONE_SPLIT,
+    )  # fmt: skip
+    where = token * NUM_HEADS + head
+    if IS_PARTIAL:
+        store_partial(
+            partial_sums, partial_stats, where * num_splits + tl.program_id(2), row_max, total,
+            sums, is_row, is_element, begin < end, dims, HEAD_SIZE,
         )  # fmt: skip
-        tl.store(partial_stats + where * 2, row_max, mask=is_row)
-        tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
-        if split_begin < split_end:
-            tl.store(
-                partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], sums, mask=is_element
-            )
     else:
-        if HAS_ONE_SPLIT:
-            row_max, total, sums = attend_split(
-                queries, keys, values, of_keys, of_values, table, places, begin, clear_end, low,
-                end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW,
-                HAS_SOFT_CAP, FORMAT,
-            )  # fmt: skip
-        else:
-            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
-            for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
-                split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
-                split_max, split_total, split_sums = attend_split(
-                    queries, keys, values, of_keys, of_values, table, places,
-                    tl.maximum(begin, split * SPLIT_LEN), tl.minimum(clear_end, split_end), low,
-                    split_end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
-                    WINDOW, HAS_SOFT_CAP, FORMAT,
-                )  # fmt: skip
-                row_max, total, sums = merge(
-                    row_max, total, sums, split_max, split_total, split_sums
-                )
         result = finished(row_max, total, sums, sinks, head, is_row, HAS_SINKS)
-        tl.store(
-            out + (token * NUM_HEADS + head)[:, None] * HEAD_SIZE + dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=is_element,
-        )
+        store_rows(out, where, result, is_element, dims, HEAD_SIZE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -346,11 +402,7 @@ def merge_kernel(
         row_max, total, sums = merge(row_max, total, sums, split_max, split_total, split_sums)
     head = (row % NUM_HEADS).to(tl.int32)
     result = finished(row_max, total, sums, sinks, head, is_row, HAS_SINKS)
-    tl.store(
-        out + row[:, None] * HEAD_SIZE + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=is_element,
-    )
+    store_rows(out, row, result, is_element, dims, HEAD_SIZE)
 
 
 def paged_attention(

@@ -88,6 +88,24 @@ def write_kernel(
         store_row(value_cache, value_scales, row, v, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
+@triton.jit
+def normed_head(x, scale, weight, elements, is_element, norm_offset, dtype: tl.constexpr):
+    """Elements of a head times `scale`, its inverse RMS, and the weights of these elements plus
+    `norm_offset`; rounded to dtype, as float32."""
+    factors = tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32) + norm_offset
+    return (x * scale * factors).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def rotated_head(x, other, angles, dims, is_turned, NUM_PAIRS: tl.constexpr):
+    """The elements of a head that RoPE turns, by the cosines and sines at `angles`; `other` has
+    each one's partner."""
+    pair = dims % NUM_PAIRS
+    cos = tl.load(angles + pair, mask=is_turned, other=0.0)
+    sin = tl.load(angles + NUM_PAIRS + pair, mask=is_turned, other=0.0)
+    return tl.where(dims < NUM_PAIRS, x * cos - other * sin, x * cos + other * sin)
+
+
 @triton.jit(do_not_specialize=["stride"])
 def enter_kernel(
     qkv, qkv_bias, query, key_cache, value_cache, key_scales, value_scales, query_norm, key_norm,
@@ -115,42 +133,21 @@ def enter_kernel(
         partner = tl.where(dims < NUM_PAIRS, dims + NUM_PAIRS, dims - NUM_PAIRS)
         is_turned = dims < 2 * NUM_PAIRS
         other = finished(
-            qkv,
-            qkv_bias,
-            row + first + partner,
-            first + partner,
-            is_turned,
-            stride,
-            dtype,
-            NUM_SPLITS,
-            HAS_BIAS,
-        )
+            qkv, qkv_bias, row + first + partner, first + partner, is_turned, stride, dtype,
+            NUM_SPLITS, HAS_BIAS,
+        )  # fmt: skip
     if HAS_NORM:
         weight = query_norm if is_query else key_norm
         eps = query_eps if is_query else key_eps
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), HEAD_SIZE * 1.0) + eps))
-        y = (
-            x
-            * scale
-            * (tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32) + norm_offset)
-        )
-        x = tl.where(is_value, x, y.to(dtype).to(tl.float32))
+        y = normed_head(x, scale, weight, dims, is_dim, norm_offset, dtype)
+        x = tl.where(is_value, x, y)
         if NUM_PAIRS > 0:
-            z = (
-                other
-                * scale
-                * (
-                    tl.load(weight + partner, mask=is_turned, other=0.0).to(tl.float32)
-                    + norm_offset
-                )
-            )
-            other = tl.where(is_value, other, z.to(dtype).to(tl.float32))
+            y = normed_head(other, scale, weight, partner, is_turned, norm_offset, dtype)
+            other = tl.where(is_value, other, y)
     if NUM_PAIRS > 0:
         angles = cos_sin + tl.load(positions + token) * (2 * NUM_PAIRS)
-        pair = dims % NUM_PAIRS
-        cos = tl.load(angles + pair, mask=is_turned, other=0.0)
-        sin = tl.load(angles + NUM_PAIRS + pair, mask=is_turned, other=0.0)
-        rotated = tl.where(dims < NUM_PAIRS, x * cos - other * sin, x * cos + other * sin)
+        rotated = rotated_head(x, other, angles, dims, is_turned, NUM_PAIRS)
         x = tl.where(is_turned & (not is_value), rotated, x)
     if is_query:
         tl.store(query + (token * NUM_HEADS + head) * HEAD_SIZE + dims, x.to(dtype), mask=is_dim)

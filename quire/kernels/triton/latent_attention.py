@@ -20,12 +20,18 @@ from quire.kernels.triton.attention import (
     TileGrid,
     cached_rows,
     can_split,
-    find_sequence,
+    finished,
     heads_of_tile,
     merge,
     merge_splits,
     places_of,
     room_for_partials,
+    seen_positions,
+    softmax_weights,
+    store_partial,
+    store_rows,
+    tile_queries,
+    tile_rows,
 )
 from quire.kernels.triton.checks import check_attention, launch_options, require
 from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
@@ -67,12 +73,7 @@ def attend_latents(
         scores = scores * of_rows[None, :]
     if IS_MASKED:
         scores = tl.where(positions[None, :] <= places[:, None], scores, float("-inf"))
-    top = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(
-        tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])
-    )
-    fade = tl.exp2(row_max - base)
+    top, weights, fade = softmax_weights(row_max, scores, factor)
     total = total * fade + tl.sum(weights, axis=1)
     if FORMAT != FLOAT_FORMAT:
         weights = weights * of_rows[None, :]
@@ -114,46 +115,41 @@ def latent_attention_kernel(
 ):  # fmt: skip
     """Grid: tiles, tiles of heads, splits (one unless IS_PARTIAL)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
-    tile = tl.program_id(0)
-    sequence = find_sequence(query_start, num_sequences, tile, BLOCK_Q)
-    start = tl.load(query_start + sequence)
-    query_len = tl.load(query_start + sequence + 1) - start
-    first_query = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    sequence, start, query_len, first_query = tile_queries(
+        query_start, num_sequences, tl.program_id(0), BLOCK_Q
+    )
     if first_query >= query_len:
         return
     context = tl.load(context_len + sequence)
-    row = tl.arange(0, BLOCK_M)
-    query_index = first_query + row // TILE_HEADS
-    head = tl.program_id(1) * TILE_HEADS + row % TILE_HEADS
-    is_row = (query_index < query_len) & (head < NUM_HEADS)
-    token = (start + query_index).to(tl.int64)
-    places = context - query_len + query_index
+    token, places, lane, is_query = tile_rows(
+        first_query, start, query_len, context, BLOCK_M, TILE_HEADS
+    )
+    head = tl.program_id(1) * TILE_HEADS + lane
+    is_row = is_query & (head < NUM_HEADS)
     dims, tail_dims = tl.arange(0, VALUE_PADDED), tl.arange(0, TAIL_PADDED)
     is_element = is_row[:, None] & (dims < VALUE_SIZE)[None, :]
     is_tail = is_row[:, None] & (tail_dims < HEAD_SIZE - VALUE_SIZE)[None, :]
     of_rows = query + (token * query_stride + head * HEAD_SIZE)[:, None]
     queries = tl.load(of_rows + dims[None, :], mask=is_element, other=0.0)
     tails = tl.load(of_rows + VALUE_SIZE + tail_dims[None, :], mask=is_tail, other=0.0)
-    first_place = context - query_len + first_query
-    end = tl.minimum(context, first_place + BLOCK_Q)
-    clear_end = (first_place + 1) // BLOCK_N * BLOCK_N
+    _, _, clear_end, end = seen_positions(
+        context - query_len + first_query, context, BLOCK_Q, BLOCK_N, WINDOW=0
+    )
     table = block_tables + sequence.to(tl.int64) * table_stride
     factor = scale * LOG2_E
+    where = token * NUM_HEADS + head
     if IS_PARTIAL:
         split = tl.program_id(2)
-        where = (token * NUM_HEADS + head) * num_splits + split
         split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
         row_max, total, sums = attend_split_of_latents(
             queries, tails, cache, scales, table, places, split * SPLIT_LEN,
             tl.minimum(clear_end, split_end), split_end, factor, block_stride, HEAD_SIZE,
             VALUE_SIZE, BLOCK_SIZE, BLOCK_N, FORMAT,
         )  # fmt: skip
-        tl.store(partial_stats + where * 2, row_max, mask=is_row)
-        tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
-        if split * SPLIT_LEN < split_end:
-            tl.store(
-                partial_sums + where[:, None] * VALUE_SIZE + dims[None, :], sums, mask=is_element
-            )
+        store_partial(
+            partial_sums, partial_stats, where * num_splits + split, row_max, total, sums, is_row,
+            is_element, split * SPLIT_LEN < split_end, dims, VALUE_SIZE,
+        )  # fmt: skip
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -166,13 +162,8 @@ def latent_attention_kernel(
                 VALUE_SIZE, BLOCK_SIZE, BLOCK_N, FORMAT,
             )  # fmt: skip
             row_max, total, sums = merge(row_max, total, sums, split_max, split_total, split_sums)
-        total = tl.where(is_row, total, 1.0)
-        result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
-        tl.store(
-            out + (token * NUM_HEADS + head)[:, None] * VALUE_SIZE + dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=is_element,
-        )
+        result = finished(row_max, total, sums, out, head, is_row, HAS_SINKS=False)
+        store_rows(out, where, result, is_element, dims, VALUE_SIZE)
 
 
 def latent_attention(
