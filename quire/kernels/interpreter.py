@@ -154,6 +154,37 @@ class Interpreter:
                 return self._gated_linear(operation, step, x)
             case ops.PrepareHeads(parts=parts):
                 return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
+            case ops.Experts():
+                return self._apply_experts(operation, step, x)
+            case ops.GateRows():
+                return kernels.gate_rows(x, y)
+            case ops.Add():
+                return x + y
+            case ops.Norm(norm=norm):
+                return normed(kernels, weights, norm, x)
+            case ops.Activate(activation=activation):
+                return kernels.activate(x, activation)
+            case ops.Scale(factor=factor):
+                return x * rounded(factor, x.dtype)
+            case ops.Join():
+                return torch.cat((x, y), 1)
+            case ops.Gather(columns=columns):
+                assert weights.exchange is not None, "a divided program needs the other ranks"
+                return weights.exchange.columns(x, columns, operation.width)
+            case ops.Select():
+                return x.index_select(0, step.wanted_rows)
+            case ops.Scatter():
+                return x.index_copy(0, step.wanted_rows, y)
+            case ops.Embed() | ops.EmbedGathered() | ops.AdaptEmbedding():
+                return self._embed(operation, step, x)
+            case ops.Place() | ops.AddPlaced() | ops.Take():
+                return self._place(operation, step, x)
+        return self._compute_heads(operation, step, x)
+
+    def _compute_heads(self, operation: ops.Operation, step: StepTensors, x: Tensor) -> Tensor:
+        """Compute what reads rows as heads: their norms, rotations, caches and attention."""
+        kernels, weights = self._kernels, self._weights
+        match operation:
             case ops.Attend():
                 return self._attend(operation, step, x)
             case ops.AttendAll(heads=heads, scale=scale, window=window, bias=bias):
@@ -162,8 +193,20 @@ class Interpreter:
                     *split_heads(x, heads), step.batch, scale=scale, window=window, bias=table
                 )
                 return attended.flatten(1)
-            case ops.Experts():
-                return self._apply_experts(operation, step, x)
+            case ops.NormHeads(heads=heads, of=of, norm=norm):
+                part = split_heads(x, heads)[0 if of == "queries" else 1]
+                rows = part.contiguous().view(-1, norm.size)
+                part.copy_(normed(kernels, weights, norm, rows).view(part.shape))
+                return x
+            case ops.Rope(heads=heads):
+                positions, angles = self._rotations(step, operation.table)
+                for part in split_heads(x, heads)[:2]:
+                    kernels.rope(part, positions, angles)
+                return x
+            case ops.WriteKV(heads=heads, cache=cache):
+                slots = step.batch.of_cache(cache).slots
+                kernels.write_kv(*split_heads(x, heads)[1:], *step.kv_caches[cache], slots)
+                return x
             case ops.HeadLinear(weight=index, num_heads=num_heads):
                 heads_of_x = x.view(len(x), num_heads, x.shape[1] // num_heads)
                 return kernels.head_linear(heads_of_x, weights.linears[index]).flatten(1)
@@ -173,67 +216,45 @@ class Interpreter:
                 return x
             case ops.WriteLatent():
                 return self._write_latent(operation, step, x)
-            case ops.GateRows():
-                return kernels.gate_rows(x, y)
-            case ops.Add():
-                return x + y
-            case ops.Norm(norm=norm):
-                return normed(kernels, weights, norm, x)
-            case ops.Activate(activation=activation):
-                return kernels.activate(x, activation)
-            case ops.NormHeads(heads=heads, of=of, norm=norm):
-                part = split_heads(x, heads)[0 if of == "queries" else 1]
-                part.copy_(
-                    normed(kernels, weights, norm, part.contiguous().view(-1, norm.size)).view(
-                        part.shape
-                    )
-                )
-                return x
-            case ops.Rope(heads=heads):
-                rows, angles = self._rotations(step, operation.table)
-                for part in split_heads(x, heads)[:2]:
-                    kernels.rope(part, rows, angles)
-                return x
-            case ops.WriteKV(heads=heads, cache=cache):
-                slots = step.batch.of_cache(cache).slots
-                kernels.write_kv(*split_heads(x, heads)[1:], *step.kv_caches[cache], slots)
-                return x
-            case ops.Embed(table=table, of=of):
-                ids = step.token_ids if of == "token_ids" else step.all_positions
-                return kernels.embedding(ids, weights.tables[table])
-            case ops.AdaptEmbedding(number=number):
-                if step.adapters is None:
-                    return x
-                kernels.add_lora_embedding(x := x.clone(), step.token_ids, step.adapters, number)
-                return x
-            case ops.Place():
-                placed = step.placed
-                if placed is None:
-                    return x
-                return x.index_copy(0, placed.tokens, placed.rows[:, : x.shape[1]])
-            case ops.AddPlaced(first_column=first):
-                placed = step.placed
-                if placed is None:
-                    return x
-                return x.index_add(
-                    0, placed.tokens, placed.rows[:, first : first + x.shape[1]].contiguous()
-                )
-            case ops.Join():
-                return torch.cat((x, y), 1)
-            case ops.Take():
-                return self._taken(step)
-            case ops.Gather(columns=columns):
-                assert weights.exchange is not None, "a divided program needs the other ranks"
-                return weights.exchange.columns(x, columns, operation.width)
+        raise NotImplementedError(f"the interpreter has no {type(operation).__name__}")
+
+    def _embed(
+        self,
+        operation: ops.Embed | ops.EmbedGathered | ops.AdaptEmbedding,
+        step: StepTensors,
+        x: Any,
+    ) -> Tensor:
+        """Return the embeddings that `operation` looks up, or x with what adapters add to it."""
+        match operation:
             case ops.EmbedGathered():
                 return self._embed_gathered(operation, step.token_ids)
-            case ops.Scale(factor=factor):
-                return x * rounded(factor, x.dtype)
-            case ops.Select():
-                return x.index_select(0, step.wanted_rows)
-            case ops.Scatter():
-                return x.index_copy(0, step.wanted_rows, y)
-        raise NotImplementedError(f"the interpreter has no {type(operation).__name__}")
+            case ops.Embed(table=table, of=of):
+                ids = step.token_ids if of == "token_ids" else step.all_positions
+                return self._kernels.embedding(ids, self._weights.tables[table])
+        rows = cast(Tensor, x)
+        if step.adapters is not None:
+            rows = rows.clone()
+            self._kernels.add_lora_embedding(rows, step.token_ids, step.adapters, operation.number)
+        return rows
+
+    @staticmethod
+    def _place(
+        operation: ops.Place | ops.AddPlaced | ops.Take, step: StepTensors, x: Any
+    ) -> Tensor:
+        """Return x with the rows that the step brings for some tokens, if any; see `PlacedRows`."""
+        placed = step.placed
+        if isinstance(operation, ops.Take):
+            assert placed is not None, "this program computes rows from outside"
+            blank = placed.rows.new_zeros(len(step.token_ids), placed.rows.shape[1])
+            return blank.index_copy(0, placed.tokens, placed.rows)
+        rows = cast(Tensor, x)
+        if placed is None:
+            return rows
+        width = rows.shape[1]
+        if isinstance(operation, ops.Place):
+            return rows.index_copy(0, placed.tokens, placed.rows[:, :width])
+        first = operation.first_column
+        return rows.index_add(0, placed.tokens, placed.rows[:, first : first + width].contiguous())
 
     def _rotations(self, step: StepTensors, table: int | None) -> tuple[Tensor, Tensor]:
         """Return of each token the row of a table that turns it, and the table."""
@@ -302,11 +323,6 @@ class Interpreter:
         table = self._weights.tables[operation.table]
         rows = self._kernels.embedding(torch.where(is_own, places, 0), table)
         return exchange.rows(rows.contiguous(), is_own)
-
-    def _taken(self, step: StepTensors) -> Tensor:
-        assert step.placed is not None, "this program computes rows from outside"
-        tokens, rows = step.placed
-        return rows.new_zeros(len(step.token_ids), rows.shape[1]).index_copy(0, tokens, rows)
 
     def _rotate_tails(
         self, heads: Tensor, step: StepTensors, table: int, is_interleaved: bool

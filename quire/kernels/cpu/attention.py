@@ -93,22 +93,8 @@ def paged_attention(
     dimensions are contiguous."""
     query_data = heads_address(query, "query")
     num_tokens, num_heads, head_size = query.shape
-    num_blocks, num_kv_heads, block_size, cache_head_size = _cache_shape(key_cache, value_cache)
-    if (
-        head_size != cache_head_size
-        or num_kv_heads == 0
-        or num_heads % num_kv_heads
-        or head_size > MAX_HEAD_SIZE
-    ):
-        raise ValueError(
-            f"paged_attention: query {list(query.shape)} does not fit a cache "
-            f"{list(key_cache.shape)} "
-            f"(heads must be a multiple of KV heads, and the head size at most {MAX_HEAD_SIZE})"
-        )
-    if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0.0):
-        raise ValueError(
-            f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None"
-        )
+    num_blocks, num_kv_heads, block_size, _ = shape = _cache_shape(key_cache, value_cache)
+    _check_paged(query, shape, window, soft_cap)
     num_sequences = check_batch(batch)
     wide_sinks = None if sinks is None else native_sinks(sinks, num_heads)
     value_size = head_size if value_size is None else value_size
@@ -140,6 +126,32 @@ def paged_attention(
         0 if key_ends is None else vector_address(key_ends, "key_ends", torch.int32, num_tokens),
     )
     return out
+
+
+def _check_paged(
+    query: Tensor,
+    cache_shape: tuple[int, int, int, int],
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Refuse a query that does not fit the cache, and limits of attention that are none."""
+    _, num_heads, head_size = query.shape
+    _, num_kv_heads, _, cache_head_size = cache_shape
+    if (
+        head_size != cache_head_size
+        or num_kv_heads == 0
+        or num_heads % num_kv_heads
+        or head_size > MAX_HEAD_SIZE
+    ):
+        raise ValueError(
+            f"paged_attention: query {list(query.shape)} does not fit a cache of "
+            f"{num_kv_heads} KV heads of {cache_head_size} elements "
+            f"(heads must be a multiple of KV heads, and the head size at most {MAX_HEAD_SIZE})"
+        )
+    if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0.0):
+        raise ValueError(
+            f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None"
+        )
 
 
 def native_sinks(sinks: Tensor, num_heads: int) -> Tensor:
