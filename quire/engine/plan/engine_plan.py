@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +42,11 @@ class Notes:
     def add(self, name: str, value: object, reason: str) -> None:
         """Note a decision."""
         self.decisions.append(Decision(name, str(value), reason))
+
+    def extend(self, decisions: Iterable[tuple[str, object, str]]) -> None:
+        """Note decisions that were made elsewhere."""
+        for decision in decisions:
+            self.add(*decision)
 
     def given(self, name: str, value: int | None, default: int, reason: str) -> int:
         """Decide on a value that the user may give, and note it."""

@@ -38,6 +38,13 @@ class GraphPlan(NamedTuple):
     """Of these, what the driver keeps for one graph's launches."""
     min_shared_blocks: int
     """A step whose neighbours share so many blocks is computed without a graph."""
+    scratch_bytes: int
+    """Of the KV block that padded tokens write to."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory that recording takes, besides what steps take anyway."""
+        return self.max_bytes + self.input_bytes + self.scratch_bytes
 
 
 class KVGroups(NamedTuple):
@@ -67,7 +74,8 @@ def plan_graphs(
     min_shared_blocks = (
         len(spec.blocks) * SHARED_BYTES_PER_LAYER // (groups.num * groups.block_bytes)
     )
+    input_bytes, scratch_bytes = num_tokens * row_bytes, groups.block_bytes
     return (
-        GraphPlan(num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks),
+        GraphPlan(num_tokens, input_bytes, max_bytes, bytes_each, min_shared_blocks, scratch_bytes),
         f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle",
     )

@@ -9,6 +9,7 @@ filled in later.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.common.graph_shapes import largest_size
@@ -16,6 +17,7 @@ from quire.common.numbers import format_bytes
 from quire.common.platforms import find_platform
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
+from quire.core.step_cost import UnitCosts
 from quire.engine.plan import attention, memory, ranks, replicas, speculation
 from quire.engine.plan.adapters import AdapterPlan, plan_adapters
 from quire.engine.plan.applicable import check_options
@@ -76,6 +78,17 @@ def resolve(
     return resolver.plan()
 
 
+class _StepSizes(NamedTuple):
+    """What a step computes in, and at most."""
+
+    dtype: str
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int
+    """Of one rank."""
+
+
 class _Resolver:
     def __init__(
         self, config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats
@@ -95,51 +108,33 @@ class _Resolver:
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
         self._begin()
-        dtype = self._dtype()
-        self._note_pooling()
-        block_size, max_num_seqs = self._block_size(), self._max_num_seqs()
-        num_batched = self._num_batched_tokens(max_num_seqs)
-        num_threads = self._num_threads()
-        self._note_quantization()
-        num_cores = num_threads * config.num_processes
-        computing = replace(self.machine, num_cores=num_cores)
+        sizes = self._sizes()
+        dtype, block_size, num_threads = sizes.dtype, sizes.block_size, sizes.num_threads
+        computing = replace(self.machine, num_cores=num_threads * config.num_processes)
         experts = self._experts(dtype, num_threads)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
-        if experts is not None:
-            weight_bytes -= experts.num_bytes_spared
-        adapters = self._adapters(dtype)
-        images = self._images(dtype)
+        weight_bytes -= 0 if experts is None else experts.num_bytes_spared
+        adapters, images = self._adapters(dtype), self._images(dtype)
         lengths = self._context_len, self._longest()
         kv = KVPlanner(config, spec, self.machine, self._notes, *lengths)
         kv_format, is_overlapped = kv.format(dtype), self._is_overlapped()
         layout = lay_out(spec.kv_layers, self._longest())
         block_bytes = layout.block_bytes(spec.kv_layers, kv_format, block_size)
         attention_module = self._attention(dtype, kv_format, block_size, layout)
-        num_graph_tokens = largest_size(min(num_batched, max(max_num_seqs, MIN_GRAPH_TOKENS)))
-        graphs = self._graphs(
-            num_graph_tokens, len(layout.windows), block_bytes, block_size, attention_module
-        )
-        workspace_bytes = self._workspace_bytes(num_batched, max_num_seqs, adapters, images)
-        if graphs is not None:
-            # with the scratch block
-            workspace_bytes += graphs.max_bytes + graphs.input_bytes + block_bytes
-        limits = self._limits(block_size, max_num_seqs, num_batched)
-        limits = replace(limits, windows=layout.windows, max_steps_in_flight=1 + is_overlapped)
+        groups = KVGroups(len(layout.windows), block_bytes, block_size)
+        graphs = self._graphs(sizes, groups, attention_module)
+        workspace_bytes = self._workspace_bytes(sizes, adapters, images, graphs)
+        limits = self._limits(sizes, layout, is_overlapped=is_overlapped)
         check_undivided(spec.vision, 0 if images is None else images.max_places, limits)
         kv.note_groups(layout, limits, block_bytes)
-        tiers = self._tiers(kv_format, len(layout.windows) * block_bytes)
-        transfers = self._transfers()
+        tiers, transfers = self._tiers(kv_format, groups.num * block_bytes), self._transfers()
         draft = self._draft(layout, limits, dtype, kv_format)
-        if draft is not None:
-            block_bytes += draft.block_bytes
+        block_bytes += 0 if draft is None else draft.block_bytes
         kept = (each for each in (adapters, images, draft, tiers, transfers) if each is not None)
         fixed_bytes = weight_bytes + workspace_bytes + sum(each.num_bytes for each in kept)
         with suggesting(config, spec, self.formats, computing, dtype, fixed_bytes):
             limits, kv_bytes = kv.pool(limits, block_bytes, fixed_bytes)
-        for decision in ranks.decisions(config, spec, self.formats, dtype):
-            self._notes.add(*decision)
-        missed_s = 0.0 if experts is None else experts.missed_s
-        step_costs = estimate(spec, self.formats, dtype, kv_format, computing)
+        self._notes.extend(ranks.decisions(config, spec, self.formats, dtype))
         return EnginePlan(
             config=config,
             spec=spec,
@@ -151,14 +146,14 @@ class _Resolver:
             limits=limits,
             pooling=self.pooling,
             generates=self.generates,
-            step_costs=step_costs._replace(step_s=step_costs.step_s + missed_s),
+            step_costs=self._step_costs(dtype, kv_format, computing, experts),
             target_step_s=self._target_step_s(),
             is_overlapped=is_overlapped,
             graphs=graphs,
             num_threads=num_threads,
             weight_bytes=weight_bytes,
             kv_layout=layout,
-            kv_bytes_per_token=len(layout.windows) * block_bytes // block_size,
+            kv_bytes_per_token=groups.num * block_bytes // block_size,
             kv_bytes=kv_bytes,
             is_kv_populated=kv.is_populated(),
             workspace_bytes=workspace_bytes,
@@ -170,6 +165,24 @@ class _Resolver:
             transfers=transfers,
             decisions=tuple(self._notes.decisions),
         )
+
+    def _sizes(self) -> _StepSizes:
+        """Decide what is computed in, and how much of it in a step."""
+        dtype = self._dtype()
+        self._note_pooling()
+        block_size, max_num_seqs = self._block_size(), self._max_num_seqs()
+        num_batched = self._num_batched_tokens(max_num_seqs)
+        num_threads = self._num_threads()
+        self._note_quantization()
+        return _StepSizes(dtype, block_size, max_num_seqs, num_batched, num_threads)
+
+    def _step_costs(
+        self, dtype: str, kv_format: str, machine: Machine, experts: ExpertPlan | None
+    ) -> UnitCosts:
+        """Estimate steps on the cores that compute, with the reading of experts that are not in
+        memory."""
+        costs = estimate(self.spec, self.formats, dtype, kv_format, machine)
+        return costs if experts is None else costs._replace(step_s=costs.step_s + experts.missed_s)
 
     def _num_threads(self) -> int:
         """Of one rank."""
@@ -204,24 +217,24 @@ class _Resolver:
             label = find_platform(config_platform).label
             self._notes.add("platform", config_platform, f"its kernels compute: {label}")
         self._note_invariance()
-        for decision in speculation.decisions(self.config):
-            self._notes.add(*decision)
-        for each in replicas.decisions(self.config):
-            self._notes.add(*each)
+        self._notes.extend(speculation.decisions(self.config))
+        self._notes.extend(replicas.decisions(self.config))
 
     def _workspace_bytes(
         self,
-        num_batched: int,
-        max_num_seqs: int,
+        sizes: _StepSizes,
         adapters: AdapterPlan | None,
         images: ImagePlan | None,
+        graphs: GraphPlan | None,
     ) -> int:
-        """Return the temporary tensors of a step, but for those of recorded graphs."""
+        """Return the temporary tensors of a step, and what recorded graphs take."""
+        num_batched, max_num_seqs = sizes.max_num_batched_tokens, sizes.max_num_seqs
         num_bytes = memory.workspace_bytes(self.spec, num_batched, max_num_seqs)
         if self.gpu is not None:
             num_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
         if adapters is not None:
             num_bytes += memory.gate_bytes(self.spec)
+        num_bytes += 0 if graphs is None else graphs.num_bytes
         return num_bytes + (0 if images is None else images.workspace_bytes)
 
     def _block_size(self) -> int:
@@ -243,7 +256,9 @@ class _Resolver:
         """Whether a prompt may be computed in pieces; an encoder needs all of it at once."""
         return self.config.enable_chunked_prefill and not self.spec.is_encoder
 
-    def _limits(self, block_size: int, max_num_seqs: int, num_batched: int) -> SchedulerLimits:
+    def _limits(
+        self, sizes: _StepSizes, layout: KVLayout, *, is_overlapped: bool
+    ) -> SchedulerLimits:
         """Return the limits, but for what depends on how large the pool is."""
         config, most = (
             self.config,
@@ -257,9 +272,9 @@ class _Resolver:
         num_partial = max(config.max_long_partial_prefills, most)
         return SchedulerLimits(
             num_blocks=1,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=num_batched,
+            block_size=sizes.block_size,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=self._longest(),
             policy=_policy(config.scheduling_policy),
             enable_prefix_caching=config.enable_prefix_caching and not self.spec.is_encoder,
@@ -269,6 +284,8 @@ class _Resolver:
             ),
             max_long_partial_prefills=config.max_long_partial_prefills,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            windows=layout.windows,
+            max_steps_in_flight=1 + is_overlapped,
         )
 
     def _target_step_s(self) -> float | None:
@@ -368,12 +385,7 @@ class _Resolver:
             )
 
     def _graphs(
-        self,
-        num_tokens: int,
-        num_groups: int,
-        block_bytes: int,
-        block_size: int,
-        attention_module: str | None,
+        self, sizes: _StepSizes, groups: KVGroups, attention_module: str | None
     ) -> GraphPlan | None:
         reason = (
             "the CPU has none"
@@ -390,8 +402,9 @@ class _Resolver:
         if reason is not None:
             self._notes.add("graphs", "off", reason)
             return None
-        kept = KVGroups(num_groups, block_bytes, block_size)
-        graphs, reason = plan_graphs(self.spec, num_tokens, self._longest(), kept)
+        most = max(sizes.max_num_seqs, MIN_GRAPH_TOKENS)
+        num_tokens = largest_size(min(sizes.max_num_batched_tokens, most))
+        graphs, reason = plan_graphs(self.spec, num_tokens, self._longest(), groups)
         self._notes.add("graphs", f"steps of up to {num_tokens} tokens", reason)
         return graphs
 
