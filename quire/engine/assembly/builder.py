@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from quire.core.adapters import AdapterOrder
     from quire.engine.loop.engine import Engine
     from quire.executor.interface import Executor
+    from quire.grammar.rows import RowMatchers
     from quire.kernels.exchange import Exchange
     from quire.kernels.interface import Kernels
     from quire.kernels.lora import PackedAdapter
@@ -64,10 +65,13 @@ if TYPE_CHECKING:
     from quire.parallel.adapters import LedAdapters
     from quire.parallel.group import RankGroup
     from quire.parallel.processes import RankPlaces
+    from quire.sampling import Sampler
     from quire.sampling.processors import ProcessorTable
     from quire.worker.companions import Companion
     from quire.worker.memory import KVMemory
     from quire.worker.outlets.interface import Outlet
+    from quire.worker.residence import Residence
+    from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -244,11 +248,20 @@ def _build_ranks(
     return worker, processors, group
 
 
+class _Built(NamedTuple):
+    """A model in memory, and what of it goes to a worker. Of several processes it is the first one,
+    whose model and memory lead those of the others."""
+
+    model: DecoderModel
+    memory: KVMemory
+    residence: Residence
+    held: Held
+
+
 def _build_worker(
     planned: PlannedModel, group: RankGroup | None = None
 ) -> tuple[Worker, ProcessorTable]:
     """Load the weights, allocate the KV memory, and put a worker around them."""
-    from quire.grammar.forced import ForcedTokens
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
@@ -259,6 +272,30 @@ def _build_worker(
     from quire.worker.staging import Staging
     from quire.worker.worker import Worker
 
+    plan = planned.plan
+    limits = plan.limits
+    built = _load(planned, group)
+    model, memory, pooler = built.model, built.memory, built.held.model.pooler
+    rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
+    states = {name: each for name, each in built.held.states.items() if name.endswith(".json")}
+    matchers = RowMatchers(
+        GrammarTable(partial(read_vocabulary, planned._replace(head_start=None), states))
+    )
+    sampler = Sampler(select_sampling(model.kernels), matchers=matchers)
+    outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
+    if pooler is not None:
+        outlets.append(PoolOutlet(pooler, rows, Staging(model.kernels.device)))
+    companions = _companions(planned, built, sampler, matchers, rows, group)
+    worker = Worker(model, memory, rows, outlets, companions=companions, residence=built.residence)
+    if model.kernels.device.type == "cuda":
+        worker.read_late(PinnedReadback())
+    if plan.graphs is not None:
+        _use_graphs(worker, plan, plan.graphs)
+    return worker, sampler.processors
+
+
+def _load(planned: PlannedModel, group: RankGroup | None) -> _Built:
+    """Load the weights, of one of several processes its own, and allocate the KV memory."""
     plan = planned.plan
     digest_key(plan)  # refuses a folder that cannot be used before anything is loaded
     return_large_blocks()
@@ -275,43 +312,44 @@ def _build_worker(
         led = LedAdapters(group)
     adapters = adapter_table(plan, None if loader is None else loader.load, led)
     loaded = load_model(planned, selection.kernels, adapters, part)
-    model, pooler, images, experts = loaded
     if loader is not None:
-        loader.model = model.weights
-    model, limits = keep_states(plan, model), plan.limits
+        loader.model = loaded.decoder.weights
+    model = keep_states(plan, loaded.decoder)
     memory = kv_memory(plan, model)
-    residence = residence_of(planned, Held(loaded, memory, adapters, states, part))
+    held = Held(loaded, memory, adapters, states, part)
+    residence = residence_of(planned, held)
     if group is not None:
         from quire.executor.led_residence import LedResidence
         from quire.executor.ranks import lead
 
         model, memory = lead(model, memory, group, plan.kv_layout, led)
         residence = LedResidence(residence, group)
-    rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
-    small = {name: each for name, each in states.items() if name.endswith(".json")}
-    matchers = RowMatchers(
-        GrammarTable(partial(read_vocabulary, planned._replace(head_start=None), small))
-    )
-    sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
-    outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
-    if pooler is not None:
-        outlets.append(PoolOutlet(pooler, rows, Staging(selection.kernels.device)))
-    drafts = load_drafts(planned, model, sampler, rows)
-    blocks = blocks_of_all(plan, memory, group)
+    return _Built(model, memory, residence, held)
+
+
+def _companions(
+    planned: PlannedModel,
+    built: _Built,
+    sampler: Sampler,
+    matchers: RowMatchers,
+    rows: RowTable,
+    group: RankGroup | None,
+) -> list[Companion]:
+    """Return the worker's halves of the features that are planned, in the order in which they hear
+    of a step."""
+    from quire.grammar.forced import ForcedTokens
+
+    loaded, states = built.held.model, built.held.states
+    drafts = load_drafts(planned, built.model, sampler, rows)
+    blocks = blocks_of_all(planned.plan, built.memory, group)
     stored = stored_blocks(planned, blocks, states)
     transferred = transferred_blocks(planned, blocks, states)
     # What is placed is written before it may be read to be stored.
     halves = (
-        matchers, ForcedTokens(matchers, rows), adapters, images, drafts, experts, transferred,
-        stored,
+        matchers, ForcedTokens(matchers, rows), built.held.adapters, loaded.images, drafts,
+        loaded.experts, transferred, stored,
     )  # fmt: skip
-    companions: list[Companion] = [each for each in halves if each is not None]
-    worker = Worker(model, memory, rows, outlets, companions=companions, residence=residence)
-    if selection.kernels.device.type == "cuda":
-        worker.read_late(PinnedReadback())
-    if plan.graphs is not None:
-        _use_graphs(worker, plan, plan.graphs)
-    return worker, sampler.processors
+    return [each for each in halves if each is not None]
 
 
 def part_of(plan: EnginePlan, exchange: Exchange | None, stage: int = 0) -> ModelPart:
