@@ -72,8 +72,7 @@ def _compare(args: argparse.Namespace, model: str, scratch: Path) -> int:
         print(render(comparison.record()), end="\n\n", flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, checked."""
+def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.compare"
     )
@@ -107,6 +106,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="ENGINE=LIBRARIES",
         help="LD_PRELOAD of an engine",
     )
+    _add_measuring(parser)
+    return parser
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Add how the engines are measured, and where to."""
+    add = parser.add_argument
     add("--rounds", type=int, default=3, help="measurements of each variant (default: 3)")
     add(
         "--budget",
@@ -135,6 +141,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="write the record; {model} stands for the model's name. FILE.jsonl has each run at "
         "once",
     )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, checked."""
+    parser = _options()
     args = parser.parse_args(argv)
     args.model, args.workloads = args.model.split(","), args.workloads.split(",")
     try:

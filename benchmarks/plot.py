@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.tables import best_peaks, read_record
 from benchmarks.variants import Variant
 from quire.bench.bound import ideal_steps
+from quire.bench.roofline import Peaks
 from quire.bench.workload import WORKLOADS
 from quire.models.registry import declare
 
@@ -184,7 +185,48 @@ def roofline_panels(records: Sequence[Record]) -> list[Panel]:
 def draw_roofline(axis: Any, record: Record) -> None:
     """Operations per second against operations per byte of the ideal schedule,
     below the machine's roofs."""
-    peaks, spec = best_peaks(record), declare(record["config"])
+    _draw_roofs(axis, best_peaks(record))
+    spec = declare(record["config"])
+    labelled: set[str] = set()
+    for workload, rows in record["summary"].items():
+        if workload not in MARKERS:
+            continue
+        requests = WORKLOADS[workload].requests(0, record["config"]["vocab_size"])[
+            : record["first_requests"]
+        ]
+        for name, row in rows.items():
+            variant = Variant.parse(name)
+            steps = ideal_steps(spec, requests, variant.bytes_per_weight)
+            flops = sum(step.linear_flops + step.attention_flops for step in steps)
+            intensity = flops / sum(step.num_bytes for step in steps)
+            filled = COLOURS[variant.engine] if variant.bytes_per_weight >= 2 else "none"
+            axis.plot(
+                intensity,
+                flops / row["wall_s"] / 1e9,
+                linestyle="none",
+                markersize=5,
+                marker=MARKERS[workload],
+                markerfacecolor=filled,
+                color=COLOURS[variant.engine],
+                label=None if variant.engine in labelled else NAMES[variant.engine],
+            )
+            labelled.add(variant.engine)
+    marks = ", ".join(
+        f"{mark} {name}"
+        for name, mark in (("W1", "●"), ("W2", "■"), ("W3", "▲"), ("W4", "◆"), ("W5", "✚"))
+    )
+    title = f"{record['model']}; filled: 16-bit weights, open: 8 and 4 bits"
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel=f"operations per byte   ({marks})",
+        ylabel="GFLOP/s",
+        title=title,
+    )
+
+
+def _draw_roofs(axis: Any, peaks: Peaks) -> None:
+    """Draw what reading memory and computing allow."""
     ink = axis.xaxis.label.get_color()
     bandwidth = peaks.read_bytes_per_s
     for dtype, style in ((peaks.best_dtype, "-"), ("int8", ":")):
@@ -206,46 +248,6 @@ def draw_roofline(axis: Any, record: Record) -> None:
         )
     text, corner = f"{bandwidth / 1e9:.0f} GB/s", (0.6, 0.6 * bandwidth / 1e9)
     axis.annotate(text, corner, xytext=(6, -3), textcoords="offset points", fontsize=7)
-    labelled: set[str] = set()
-    for workload, rows in record["summary"].items():
-        if workload not in MARKERS:
-            continue
-        requests = WORKLOADS[workload].requests(0, record["config"]["vocab_size"])[
-            : record["first_requests"]
-        ]
-        for name, row in rows.items():
-            variant = Variant.parse(name)
-            steps = ideal_steps(spec, requests, variant.bytes_per_weight)
-            flops = sum(step.linear_flops + step.attention_flops for step in steps)
-            intensity = flops / sum(step.num_bytes for step in steps)
-            filled = COLOURS[variant.engine] if variant.bytes_per_weight >= 2 else "none"
-            look = {
-                "marker": MARKERS[workload],
-                "markerfacecolor": filled,
-                "color": COLOURS[variant.engine],
-            }
-            label = None if variant.engine in labelled else NAMES[variant.engine]
-            axis.plot(
-                intensity,
-                flops / row["wall_s"] / 1e9,
-                linestyle="none",
-                markersize=5,
-                label=label,
-                **look,
-            )
-            labelled.add(variant.engine)
-    marks = ", ".join(
-        f"{mark} {name}"
-        for name, mark in (("W1", "●"), ("W2", "■"), ("W3", "▲"), ("W4", "◆"), ("W5", "✚"))
-    )
-    title = f"{record['model']}; filled: 16-bit weights, open: 8 and 4 bits"
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel=f"operations per byte   ({marks})",
-        ylabel="GFLOP/s",
-        title=title,
-    )
 
 
 def label_of(variant: str) -> str:

@@ -125,11 +125,23 @@ def _replicas(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [] if one == together else [("a replica", format_bytes(one), f"of {together // one}")]
 
 
+def _memory(record: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what takes memory, how much, and of what."""
+    memory, total = record["memory"], record["memory"]["total_bytes"]
+    return [
+        ("weights", format_bytes(memory["weight_bytes"]), _weights_read(memory)),
+        ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, record["capacity"])),
+        ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
+        *_adapters(memory),
+        *_images(memory),
+        *_replicas(memory),
+        ("total", format_bytes(total), _share(total, record["machine"])),
+    ]
+
+
 def render(record: dict[str, Any]) -> str:
     """Return the plan for people."""
-    memory, capacity, flops, machine = (
-        record[key] for key in ("memory", "capacity", "flops_per_token", "machine")
-    )
+    flops = record["flops_per_token"]
     sections = [
         f"{record['model']}: {record['architecture']}, {record['num_parameters']:,} "
         f"parameters, {record['num_layers']} layers, "
@@ -138,22 +150,7 @@ def render(record: dict[str, Any]) -> str:
             "Decisions",
             [(each["name"], each["value"], each["reason"]) for each in record["decisions"]],
         ),
-        _section(
-            "Memory",
-            [
-                ("weights", format_bytes(memory["weight_bytes"]), _weights_read(memory)),
-                ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
-                ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
-                *_adapters(memory),
-                *_images(memory),
-                *_replicas(memory),
-                (
-                    "total",
-                    format_bytes(memory["total_bytes"]),
-                    _share(memory["total_bytes"], machine),
-                ),
-            ],
-        ),
+        _section("Memory", _memory(record)),
         _section(
             "Steps, as estimated before any is measured",
             [

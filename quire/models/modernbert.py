@@ -27,23 +27,9 @@ def declare_modernbert(config: ConfigReader) -> DecoderSpec:
     num_layers, ffn = config.integer("num_hidden_layers"), config.integer("intermediate_size")
     if hidden % num_heads:
         raise config.refuse("num_attention_heads", f"divisors of hidden_size={hidden}")
-    for key in ("attention_bias", "mlp_bias", "norm_bias"):
-        config.require(key, False)
-    config.ignore(
-        "embedding_dropout", "attention_dropout", "mlp_dropout", "initializer_cutoff_factor"
-    )
-    config.ignore(
-        "decoder_bias", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"
-    )
-    config.ignore("sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings")
-    config.require(
-        "position_embedding_type", "absolute"
-    )  # which older files say, and nothing reads
-    config.ignore("layer_norm_eps")  # the same
-    eps, activation = (
-        config.number("norm_eps", 1e-5),
-        config.choice("hidden_activation", ACTIVATIONS, "gelu"),
-    )
+    _check_fixed(config)
+    eps = config.number("norm_eps", 1e-5)
+    activation = config.choice("hidden_activation", ACTIVATIONS, "gelu")
     head_dim = hidden // num_heads
     # As wide on both sides as half of it, and the position itself.
     window = config.integer("local_attention", 128) // 2 + 1
@@ -85,6 +71,22 @@ def declare_modernbert(config: ConfigReader) -> DecoderSpec:
         classifier=_classifier(config, hidden, eps),
         unused=("head.", "decoder."),
     )
+
+
+def _check_fixed(config: ConfigReader) -> None:
+    """Refuse what no ModernBERT has, and read over what changes no output."""
+    for key in ("attention_bias", "mlp_bias", "norm_bias"):
+        config.require(key, False)
+    config.ignore(
+        "embedding_dropout", "attention_dropout", "mlp_dropout", "initializer_cutoff_factor"
+    )
+    config.ignore(
+        "decoder_bias", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"
+    )
+    config.ignore("sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings")
+    # older files have these two, and nothing reads them
+    config.require("position_embedding_type", "absolute")
+    config.ignore("layer_norm_eps")
 
 
 def _layer_types(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
