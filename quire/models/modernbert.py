@@ -78,12 +78,10 @@ def _check_fixed(config: ConfigReader) -> None:
     for key in ("attention_bias", "mlp_bias", "norm_bias"):
         config.require(key, False)
     config.ignore(
-        "embedding_dropout", "attention_dropout", "mlp_dropout", "initializer_cutoff_factor"
-    )
-    config.ignore(
-        "decoder_bias", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"
-    )
-    config.ignore("sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings")
+        "embedding_dropout", "attention_dropout", "mlp_dropout", "initializer_cutoff_factor",
+        "decoder_bias", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad",
+        "sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings",
+    )  # fmt: skip
     # older files have these two, and nothing reads them
     config.require("position_embedding_type", "absolute")
     config.ignore("layer_norm_eps")
