@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from engines import run_all
-from guesses import AnyTokens, KnownAnswers, by_head, by_model, draft_all, guess_with
+from guesses import (
+    AnyTokens,
+    KnownAnswers,
+    by_head,
+    by_model,
+    draft_all,
+    guess_with,
+    level_steps,
+)
 from optional_packages import HAS_GRAMMARS
 from relay import Relay
 
@@ -337,7 +345,7 @@ def test_forced_tokens_alone_change_no_bit(
 def test_an_engine_drafts_what_is_forced_without_being_told(
     make_engine: MakeEngine, plain: Answers
 ) -> None:
-    engine = make_engine(**ENGINE)
+    engine = level_steps(make_engine(**ENGINE))
     for _ in range(3):
         assert _answers(engine) == plain
     assert engine.scheduler.stats.num_run_tokens > 0

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from quire.core.drafts import MODELLED
+from quire.core.plan import StepPlan, StepResult
 from quire.core.request import Sequence
+from quire.core.scheduler.scheduler import Progress
 from quire.core.speculation.drafters import Draft
 from quire.core.speculation.methods import speculator_of
 from quire.core.speculation.speculator import Speculator
@@ -62,6 +67,18 @@ def guess_with(engine: Engine, speculator: Speculator) -> Engine:
     """Have an engine without requests guess."""
     assert not engine.has_work
     engine.scheduler.look_ahead = speculator
+    return engine
+
+
+def level_steps(engine: Engine, step_s: float = 0.01) -> Engine:
+    """Have the scheduler told that each step takes as long, however much it computes: so drafts
+    pay, on whatever machine."""
+    update, ends = engine.scheduler.update, count(time.monotonic(), step_s)
+
+    def timed(plan: StepPlan, result: StepResult, _: float) -> list[Progress]:
+        return update(plan, replace(result, elapsed_s=step_s), next(ends))
+
+    engine.scheduler.update = timed  # type: ignore[method-assign]
     return engine
 
 

@@ -371,10 +371,13 @@ class Speculator:
         """The draft tokens that are worth their time, and the place of their work."""
         wakes = step.step_id + (1 << _MAX_NAPS)
         for place, (sequence, work) in enumerate(zip(step.sequences, step.work, strict=True)):
-            if work.tasks != ONE_SAMPLE or not _is_drafted(sequence):
+            if sequence.request.beam is not None or not _is_drafted(sequence):
                 self._note_beams(sequence)
                 continue
             if self._drafter is None and sequence.sampling.grammar is None:
+                continue
+            if work.tasks != ONE_SAMPLE:  # not yet: its prompt is being computed or scored
+                wakes = min(wakes, step.step_id + 1)
                 continue
             trail = self._trail(sequence)
             if step.step_id < trail.wakes:
