@@ -75,7 +75,7 @@ def level_steps(engine: Engine, step_s: float = 0.01) -> Engine:
     pay, on whatever machine."""
     update, ends = engine.scheduler.update, count(time.monotonic(), step_s)
 
-    def timed(plan: StepPlan, result: StepResult, _: float) -> list[Progress]:
+    def timed(plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         return update(plan, replace(result, elapsed_s=step_s), next(ends))
 
     engine.scheduler.update = timed  # type: ignore[method-assign]
