@@ -57,7 +57,13 @@ from quire.engine.process.messages import (
     UpdateWeights,
     WakeUp,
 )
-from quire.errors import EngineError, InvalidParameterError, NotAvailableError, UnavailableError
+from quire.errors import (
+    EngineError,
+    InvalidParameterError,
+    NotAvailableError,
+    QuireError,
+    UnavailableError,
+)
 from quire.lora.store import AdapterStore
 from quire.media.reader import ImageReader
 from quire.text.tokenizer import Tokenizer
@@ -207,6 +213,9 @@ class Client:
         self._questions: dict[int, asyncio.Future[Seen]] = {}
         self._num_questions = 0
         self._num_updates = 0
+        self._weights = (self._model.folder, FIRST_VERSION)
+        """Where the weights of all engines are from, and what they are called."""
+        self._update: asyncio.Task[None] | None = None
         self._refuses_asleep = plan.config.when_asleep == "refuse"
         self._is_draining = False
         self._is_closed = False
@@ -351,29 +360,52 @@ class Client:
         parts = check_parts(tags)
         await self._command(lambda number: WakeUp(number, parts))
 
-    _weight_version = FIRST_VERSION
-
     @property
     def weight_version(self) -> str:
         """What the weights are called that requests are answered with now."""
-        return self._weight_version
+        return self._weights[1]
 
     async def update_weights(
         self, folder: str, version: str | None = None, *, requests: str = "resume"
     ) -> str:
         """Have requests be answered with the weights of a folder from now on; returns the version's
         name. Those that run go on with them ("resume") or end with the former ones ("finish").
-        Raises a QuireError where the weights cannot be taken; nothing has changed then."""
+        Several engines change one after another, and each answer says its version. Raises a
+        QuireError where the weights cannot be taken; nothing has changed then."""
         waits = check_requests(requests)
-        if len(self.status().replicas) > 1:
-            raise NotAvailableError(
-                "update_weights: with data_parallel_size it is not available yet, for replicas "
-                "would answer with different weights meanwhile; restart the server"
-            )
+        if self._update is not None and not self._update.done():
+            raise EngineError("an update of the weights is under way; wait for it")
         version = check_version(version, self._num_updates + 1)
         self._num_updates += 1
-        await self._command(lambda number: UpdateWeights(number, folder, version, waits))
+        self._update = asyncio.create_task(self._update_all(folder, version, waits))
+        await asyncio.shield(self._update)  # a caller that leaves must not leave it half done
         return version
+
+    async def _update_all(self, folder: str, version: str, waits: bool) -> None:
+        replicas = range(max(1, len(self.status().replicas)))
+        for replica in replicas:
+            try:
+                await self._update_one(folder, version, waits, replica)
+            except QuireError:
+                for changed in replicas[:replica]:
+                    await self._go_back(changed)
+                raise
+        self._weights = (folder, version)
+
+    async def _update_one(self, folder: str, version: str, waits: bool, replica: int) -> None:
+        self._num_questions += 1
+        command = UpdateWeights(self._num_questions, folder, version, waits)
+        await self._command_one(command, replica)
+
+    async def _go_back(self, replica: int) -> None:
+        """Have a replica compute with the weights that those have which an update did not reach."""
+        try:
+            await self._update_one(*self._weights, False, replica)
+        except QuireError as error:
+            raise EngineError(
+                f"replica {replica} computes with other weights than the others, and the former "
+                f"ones cannot be loaded: {error}; update the weights again, or restart the server"
+            ) from error
 
     async def _command(self, make: Callable[[int], Command]) -> None:
         """Have every engine carry out a command, made with a number of its own for each."""
@@ -388,7 +420,6 @@ class Client:
             raise UnavailableError(
                 f"the engine takes no commands: it is {state}", state=state, retry_after_s=5
             )
-        self._weight_version = answer.version
         if answer.error is not None:
             raise (NotAvailableError if answer.is_lasting else EngineError)(answer.error)
 

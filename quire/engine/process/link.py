@@ -60,11 +60,11 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "num_threads": plan.num_threads,
         "data_parallel_size": 1,
-        "tokenizer": _name(config.tokenizer),
+        "tokenizer": lasting_model_name(config.tokenizer),
         "download_dir": _path(config.download_dir),
         "weights_cache": _path(config.weights_cache),
         "kv_cache_dir": _path(config.kv_cache_dir),
-        "speculative_config": _changed(config.speculative_config, {"model": _name}),
+        "speculative_config": _changed(config.speculative_config, {"model": lasting_model_name}),
         "kv_transfer_config": _changed(config.kv_transfer_config, {EXTRA: _paths_of_transfers}),
         "distributed_ssl": None if config.ssl is None else config.ssl.absolute(),
     }
@@ -104,8 +104,9 @@ def _path(name: str | None) -> str | None:
     return str(lasting_name(path) if path.exists() else path.absolute())
 
 
-def _name(name: str | None) -> str | None:
-    """Return a local path likewise; a name of something else as it is."""
+def lasting_model_name(name: str | None) -> str | None:
+    """Return the path of a model, if it is one, as it means the same wherever a process runs; a
+    name of something else as it is."""
     if name is None or not Path(name).expanduser().exists():
         return name
     return _path(name)

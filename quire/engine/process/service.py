@@ -122,7 +122,8 @@ class Service:
             return self._add(message)
         if isinstance(message, UpdateWeights):
             if self._update is not None:
-                return Done(message.number, self.loop.asleep, UNDER_WAY)
+                loop = self.loop
+                return Done(message.number, loop.asleep, UNDER_WAY, version=loop.weight_version)
             self._update = WeightUpdate(self.loop, message)
             return None
         if isinstance(message, Question | Sleep | WakeUp):

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from quire.common.failures import log_failure
-from quire.core.request import FinishReason
+from quire.core.request import FIRST_VERSION, FinishReason
 from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
@@ -29,6 +29,7 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
+    AskCache,
     CacheAnswered,
     Command,
     Done,
@@ -86,8 +87,8 @@ class Supervisor:
         self._weights: UpdateWeights | None = None
         """Where the weights are from that the engine computes with, if not those it was built
         with; the next one is told before it gets any request."""
-        self._running: dict[int, Command] = {}
-        """Commands that the engine has been told, and has not answered."""
+        self._running: dict[int, Command | AskCache] = {}
+        """What the engine has been told, and has not answered, and is waited for."""
         self._has_failed = False
         self._is_closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -244,7 +245,7 @@ class Supervisor:
         channel = self._process.channel
         questions, self._questions = self._questions, []
         for question in questions:
-            if isinstance(question, Command):
+            if isinstance(question, Command | AskCache):
                 self._running[question.number] = question
             if isinstance(question, Sleep):
                 self._bedtime = question
@@ -298,6 +299,7 @@ class Supervisor:
         elif isinstance(message, Done):
             self._take_done(message)
         elif isinstance(message, Inspected | InspectedBlock | CacheAnswered):
+            self._running.pop(message.number, None)
             self.show(message)
         elif isinstance(message, Refused):
             entry = self._journal.entries.get(message.number)
@@ -343,15 +345,24 @@ class Supervisor:
         )  # fmt: skip
         convicted = judge(self._journal.entries.values()) if self.watch.is_loaded else None
         self._journal.leave_engine()
-        self._questions.clear()
-        for number in self._running:
-            self.show(Done(number, self._asleep, "the engine was lost meanwhile; try again"))
-        self._running.clear()
+        self._drop_questions("the engine was lost meanwhile; try again")
         if convicted is not None:
             logger.error("request %s: %s", convicted.request.request_id, CONVICTED)
             self._deliver(self._journal.end(convicted, FinishReason.ERROR, CONVICTED))
             self.watch.note_progress()  # its cause is gone
         self._pause(complaint)
+
+    def _drop_questions(self, reason: str) -> None:
+        """Answer whatever waits for an answer of an engine that is no more."""
+        dropped = [*self._running.values(), *self._questions]
+        self._running.clear()
+        self._questions.clear()
+        version = FIRST_VERSION if self._weights is None else self._weights.version
+        for each in dropped:
+            if isinstance(each, Command):
+                self.show(Done(each.number, self._asleep, reason, version=version))
+            elif isinstance(each, AskCache):
+                self.show(CacheAnswered(each.number))
 
     def _pause(self, complaint: str) -> None:
         pause_s = self.watch.pause_s()
@@ -371,6 +382,7 @@ class Supervisor:
             self._process.kill()
             self._process = None
         self._journal.leave_engine()
+        self._drop_questions(reason)
         self._end_all(reason)
 
     # -- commands

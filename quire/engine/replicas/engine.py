@@ -3,25 +3,24 @@ the outputs that have come from them.
 
 For programs it is an `Engine`, for one thread at a time. A replica that dies or freezes is replaced
 by its supervisor, and its requests go on; nothing of that is seen here. What would need the
-scheduler or the worker in this process (logits processors, beam search, the prefix cache to forget)
-is refused.
+scheduler or the worker in this process (logits processors, beam search) is refused. To sleep, to
+compute with other weights and to forget what is cached are commands to all replicas.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.common.residence import PARTS, WEIGHTS
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.preparation import prepare_model
-from quire.engine.front.client import EngineStatus
+from quire.engine.front.client import EngineStatus, Seen
 from quire.engine.front.digest import Digest
 from quire.engine.front.metrics import FinishedTotals, Metric, as_metrics
 from quire.engine.front.outputs import RequestOutput
@@ -29,7 +28,12 @@ from quire.engine.front.prompts import Prompt, parse_prompt
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.served_model import ServedModel
 from quire.engine.front.streams import Caller
+from quire.engine.loop.cache import ClearCache
 from quire.engine.loop.engine import Engine, Output
+from quire.engine.process.link import lasting_model_name
+from quire.engine.process.messages import AskCache, Done, Sleep, UpdateWeights, WakeUp
+from quire.engine.replicas.commands import Commands, failure_of
+from quire.engine.replicas.inbox import Inbox
 from quire.engine.replicas.link import Replicas, link_to
 from quire.errors import EngineError, InvalidParameterError, NotAvailableError
 
@@ -63,8 +67,14 @@ class ReplicatedEngine(Engine):
         self._open: dict[str, _Sink] = {}
         self._ready: list[Output] = []
         self._is_closed = False
-        self._link = link_to(prepared, **launch_options)
-        assert isinstance(self._link, Replicas), "one engine runs in this process"
+        link = link_to(prepared, **launch_options)
+        assert isinstance(link, Replicas), "one engine runs in this process"
+        self._link = link
+        self._commands = Commands(link, self._inbox)
+        self._weights = (self.plan.config.model, FIRST_VERSION)
+        """A folder, and what its weights are called."""
+        self._is_divided = False
+        """Whether replicas may compute with different weights: an update was interrupted."""
         self._link.start()
         try:
             self._wait_until_loaded()
@@ -141,30 +151,97 @@ class ReplicatedEngine(Engine):
         self._ready = [each for each in self._ready if each.request_id != request_id]
         return sink.last
 
+    # -- commands
+    # ----------------------------------------------------------------------------------------------
+
     def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
-        """Not available: the caches are in other processes."""
-        raise NotAvailableError(
-            "reset_prefix_cache() is not available with data_parallel_size above 1"
-        )
+        """See `Engine.reset_prefix_cache`; NotAvailableError where `preempts` would concern a
+        request that runs."""
+        if preempts and self._open:
+            raise NotAvailableError(
+                "reset_prefix_cache(reset_running_requests=True) is not available with "
+                f"data_parallel_size above 1 while requests run; {len(self._open)} do"
+            )
+        self._commands.ask(lambda number: AskCache(number, ClearCache(None)))
+        return not self._open
+
+    def sleep(self, level: int) -> None:
+        """See `StepLoop.sleep`: all replicas do, or none."""
+        if self.asleep:
+            return
+        self.asleep = PARTS  # also where the wait is interrupted: what is awake is woken again
+        answers = self._commands.ask(lambda number: Sleep(number, level))
+        failures = [each for each in map(failure_of, answers) if each is not None]
+        if failures:
+            self.wake_up(PARTS)
+            raise failures[0]
+        self._note_asleep(answers)
+
+    def wake_up(self, parts: tuple[str, ...] = PARTS) -> None:
+        """See `StepLoop.wake_up`."""
+        answers = self._commands.ask(lambda number: WakeUp(number, parts))
+        self._note_asleep(answers)
+        for failure in filter(None, map(failure_of, answers)):
+            raise failure
+        if self._is_divided and WEIGHTS in parts:
+            self._go_back(range(self._link.num_replicas))
+            self._is_divided = False
+            self._note_asleep(answers)
 
     @property
     def weight_version(self) -> str:
-        """What the weights are called: those it was built with."""
-        return FIRST_VERSION
+        """What the weights are called that all replicas compute with."""
+        return self._weights[1]
 
     def load_weights(self, source: Any) -> Any:
-        """Raise NotAvailableError."""
-        raise NotAvailableError("update_weights is not available with data_parallel_size above 1")
+        """Return what `replace_weights` takes: a folder, which every replica reads for itself.
+        Raises NotAvailableError for tensors."""
+        if not isinstance(source, str):
+            raise NotAvailableError(
+                "update_weights takes a folder with data_parallel_size above 1, for tensors do not "
+                "travel to the engines' processes; save them as safetensors with the model's "
+                "config.json, and give the folder"
+            )
+        return lasting_model_name(source)
+
+    def replace_weights(self, loaded: Any, version: str) -> None:
+        """See `StepLoop.replace_weights`: all replicas take the weights in, or those that did go
+        back to the former ones."""
+        self._is_divided, self.asleep = True, (WEIGHTS,)
+        answers = self._commands.ask(lambda number: UpdateWeights(number, loaded, version, False))
+        failures = [each for each in map(failure_of, answers) if each is not None]
+        if failures:
+            self._go_back([n for n, each in enumerate(answers) if failure_of(each) is None])
+        else:
+            self._weights = (loaded, version)
+        self._is_divided = False
+        self._note_asleep(answers)
+        if failures:
+            raise failures[0]
 
     def call_worker(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Raise NotAvailableError."""
-        raise NotAvailableError("collective_rpc is not available with data_parallel_size above 1")
-
-    def sleep(self, level: int) -> None:
-        """Not available: the memory is that of other processes."""
         raise NotAvailableError(
-            "sleep() is not available with data_parallel_size above 1, but for quire serve"
+            "collective_rpc with a function is not available with data_parallel_size above 1, for "
+            "functions do not travel to the engines' processes; give the name of a method"
         )
+
+    def _go_back(self, replicas: Sequence[int]) -> None:
+        """Have replicas compute with the weights that all others have."""
+        folder, version = self._weights
+        answers = self._commands.ask(
+            lambda number: UpdateWeights(number, folder, version, False), replicas
+        )
+        for failure in filter(None, map(failure_of, answers)):
+            raise EngineError(
+                "replicas compute with different weights, and the former ones cannot be loaded: "
+                f"{failure}; call update_weights() again, or build another engine"
+            )
+
+    def _note_asleep(self, answers: list[Seen]) -> None:
+        asleep = {part for each in answers if isinstance(each, Done) for part in each.asleep}
+        asleep |= {WEIGHTS} if self._is_divided else set()
+        self.asleep = tuple(part for part in PARTS if part in asleep)
 
     # -- the loop
     # ----------------------------------------------------------------------------------------------
@@ -240,27 +317,6 @@ class ReplicatedEngine(Engine):
                 if each.state in ("failed", "closed"):
                     raise EngineError(each.reason)
             time.sleep(_POLL_S)
-
-
-class Inbox(Caller):
-    """Where supervisors' threads leave what is to be done by the thread that steps."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = (
-            queue.SimpleQueue()
-        )
-
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any) -> None:
-        """See `Caller`."""
-        self._calls.put((callback, args))
-
-    def run(self, timeout_s: float) -> None:
-        """Do what there is; wait so long for something."""
-        with contextlib.suppress(queue.Empty):
-            callback, args = self._calls.get(timeout=timeout_s)
-            while True:
-                callback(*args)
-                callback, args = self._calls.get_nowait()
 
 
 class _Sink:

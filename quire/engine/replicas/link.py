@@ -63,6 +63,11 @@ class Replicas:
         self._flights: dict[str, _Flight] = {}
 
     @property
+    def num_replicas(self) -> int:
+        """Those that there are, in whatever state."""
+        return len(self._replicas)
+
+    @property
     def show(self) -> Callable[[Seen], None]:
         """See `Link.show`."""
         return self._replicas[0].link.show

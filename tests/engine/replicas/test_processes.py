@@ -174,8 +174,7 @@ def test_requests_are_aborted_and_what_cannot_travel_is_refused(tiny_config: Pat
             engine.add_request("b", prompt, BeamSearchParams(beam_width=2, max_tokens=3))
         with pytest.raises(InvalidParameterError, match="logits_processors are functions"):
             engine.add_request("b", prompt, SamplingParams(logits_processors=[lambda *a: a[-1]]))
-        with pytest.raises(NotAvailableError, match="reset_prefix_cache"):
-            engine.reset_prefix_cache()
+        assert engine.reset_prefix_cache()
         with pytest.raises(AttributeError, match="in processes of their own"):
             _ = engine.scheduler
         assert {m.labels["engine"] for m in engine.metrics()} == {"0", "1"}
