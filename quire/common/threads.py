@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 import weakref
 from typing import Protocol
 
@@ -22,20 +23,26 @@ class Closable(Protocol):
 
 
 _open: list[weakref.ref[Closable]] = []
+_changing = threading.RLock()
+"""Guards `_open`. What is collected meanwhile may register others."""
 
 
 def close_at_exit(owner: Closable) -> None:
     """Close an object when the interpreter exits, those first that were registered first: whose
     thread uses another's has begun before it."""
-    if not _open:
-        atexit.register(_close_all)
-    _open[:] = [each for each in _open if each() is not None]
-    _open.append(weakref.ref(owner))
+    with _changing:
+        if not _open:
+            atexit.register(_close_all)
+        _open[:] = [each for each in _open if each() is not None]
+        _open.append(weakref.ref(owner))
 
 
 def _close_all() -> None:
-    while _open:
-        owner = _open.pop(0)()
+    while True:
+        with _changing:
+            if not _open:
+                return
+            owner = _open.pop(0)()
         if owner is not None:
             with contextlib.suppress(Exception):  # too late to report
                 owner.close()
