@@ -213,6 +213,87 @@ def test_an_interrupt_in_one_thread_is_heard_of_by_the_others(llm: LLM) -> None:
     assert len(_tokens(llm.generate(_prompt(1), _params(1), use_tqdm=False))[0]) == 20
 
 
+def _generate_or_leave(llm: LLM, number: int) -> object:
+    try:
+        return llm.generate(_prompt(number), _params(number), use_tqdm=False)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+class _Interrupted:
+    """A lock that is taken when Ctrl-C is pressed: once, before its holder can note it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.is_due = lock, True
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_an_interrupt_just_as_the_engine_is_taken_leaves_it_to_the_others(llm: LLM) -> None:
+    shared = llm.llm_engine.shared
+    lock = shared._lock = _Interrupted(shared._lock)  # type: ignore[assignment]
+    results = _in_threads([functools.partial(_generate_or_leave, llm, 1) for _ in range(3)])
+    assert not lock.is_due and results.count("interrupted") == 1
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("where", ["start_over", "end_all"])
+def test_a_second_interrupt_leaves_no_engine_half_way_through(llm: LLM, where: str) -> None:
+    """What the first one had to end is ended by whichever thread comes next."""
+    engine, alone = llm.engine, _tokens(llm.generate(_prompt(1), _params(1), use_tqdm=False))
+    owner: Any = engine if where == "start_over" else engine._outputs
+    end = getattr(owner, where)
+    num_calls = 0
+
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    def interrupt_once(*given: object) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return interrupt() if num_calls == 1 else end(*given)
+
+    setattr(owner, where, interrupt_once)
+    setattr(engine.scheduler, "update", interrupt)  # noqa: B010
+    results = _in_threads([functools.partial(_generate_or_leave, llm, each) for each in (1, 2, 3)])
+    assert results.count("interrupted") == 1 and num_calls == 2
+    for result in results:
+        if result != "interrupted":
+            [output] = result
+            assert output.error in (None, "interrupted")
+    assert not engine.has_work and not engine.is_torn
+    assert _tokens(llm.generate(_prompt(1), _params(1), use_tqdm=False)) == alone
+
+
+@pytest.mark.parametrize("call", ["settle", "abort", "add", "reset"])
+def test_an_interrupt_between_steps_costs_the_requests_and_no_more(llm: LLM, call: str) -> None:
+    engine, alone = llm.engine, _tokens(llm.generate(_prompt(1), _params(1), use_tqdm=False))
+
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    [request_id] = llm.enqueue(_prompt(2), _params(2), use_tqdm=False)
+    old = engine.scheduler
+    setattr(old, {"settle": "schedule", "reset": "reset_prefix_cache"}.get(call, call), interrupt)
+    calls: dict[str, Callable[[], object]] = {
+        "settle": engine.advance,
+        "abort": lambda: engine.abort(request_id),
+        "add": lambda: llm.generate(_prompt(3), _params(3), use_tqdm=False),
+        "reset": lambda: llm.reset_prefix_cache(reset_running_requests=True),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        calls[call]()
+    assert engine.scheduler is not old and not engine.is_torn and not engine.has_work
+    assert _tokens(llm.generate(_prompt(1), _params(1), use_tqdm=False)) == alone
+
+
 def test_closing_in_one_thread_ends_the_others(llm: LLM) -> None:
     started = threading.Event()
 

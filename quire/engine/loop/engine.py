@@ -115,7 +115,8 @@ class Engine(ServedModel, StepLoop):
             spec = self.request_builder.beam(
                 request_id, parsed, params, adapter=adapter, priority=priority
             )
-            self._beams[request_id] = BeamState(self.scheduler.add(spec), params, parsed.text)
+            with self._changing():
+                self._beams[request_id] = BeamState(self.scheduler.add(spec), params, parsed.text)
         elif isinstance(params, SamplingParams):
             self._add_sampling(request_id, parsed, self.digest(params), adapter, priority)
         elif isinstance(params, Digest):
@@ -132,7 +133,8 @@ class Engine(ServedModel, StepLoop):
         Raises InvalidParameterError for an id that is in use."""
         if self._is_closed:
             raise EngineError("the engine is closed")
-        self._outputs.add(self.scheduler.add(prepared.spec), prepared)
+        with self._changing():
+            self._outputs.add(self.scheduler.add(prepared.spec), prepared)
 
     def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
         """Forget the cached KV of finished requests; whether nothing that is still in use could be
@@ -141,21 +143,23 @@ class Engine(ServedModel, StepLoop):
         With `preempts`, running requests give up their blocks, too, and are computed again: the
         same answers.
         """
-        if preempts and self.scheduler.has_work:
-            self.loop.forget()
-            self.rewind()
-        self.scheduler.reset_prefix_cache()
+        with self._changing():
+            if preempts and self.scheduler.has_work:
+                self.loop.forget()
+                self.rewind()
+            self.scheduler.reset_prefix_cache()
         return not self.scheduler.running
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once; returns what there is of it.
         Unknown and finished ids are ignored."""
-        request = self.scheduler.abort(request_id)
-        self._beams.pop(request_id, None)
-        self._forget_processors(request_id)
-        output = self._outputs.forget(request_id)
-        if request is not None:
-            request.release()
+        with self._changing():
+            request = self.scheduler.abort(request_id)
+            self._beams.pop(request_id, None)
+            self._forget_processors(request_id)
+            output = self._outputs.forget(request_id)
+            if request is not None:
+                request.release()
         return output
 
     # -- the loop
@@ -201,15 +205,12 @@ class Engine(ServedModel, StepLoop):
         Never raises for a bug or a broken executor: each affected request gets an output with an
         error.
         """
-        try:
+        with self._changing():
             return self._deliver(self.advance())
-        except BaseException:  # Ctrl-C: the requests are lost, the engine is not
-            self.interrupted()
-            raise
 
-    def interrupted(self) -> None:
-        """See `StepLoop.interrupted`. The requests' last outputs are those of `take_lost`."""
-        super().interrupted()
+    def _end_interrupted(self) -> None:
+        """The requests' last outputs are those of `take_lost`."""
+        super()._end_interrupted()
         self._lost += [
             *self._outputs.end_all(),
             *(beam_output(state, self.tokenizer) for state in self._beams.values()),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.front.adapters import ChosenAdapter
@@ -31,7 +31,8 @@ class SharedEngine:
         self._turn = threading.Lock()
         """Held by the thread that is next in line: one that steps again and again would
         otherwise keep all others out."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """One that knows who has it, and is never taken twice."""
         self._holder: int | None = None
         self._owners: dict[str, Session] = {}
         self._num_named = 0
@@ -48,6 +49,9 @@ class SharedEngine:
             with self._turn:
                 self._lock.acquire()
                 self._holder = me
+            if self._engine.is_torn:
+                self._engine.interrupted()
+                self._deliver(self._engine.take_lost())
             yield self._engine
         except BaseException:
             if self._holder == me:
@@ -55,8 +59,9 @@ class SharedEngine:
                 self._deliver(self._engine.take_lost())
             raise
         finally:
-            if self._holder == me:  # else it was interrupted while it waited
+            if self._holder == me:
                 self._holder = None
+            with suppress(RuntimeError):  # it was interrupted while it waited
                 self._lock.release()
 
     def enter(self, request_id: str | None, session: Session) -> str:
@@ -77,9 +82,8 @@ class SharedEngine:
 
     def step(self) -> None:
         """Run one step and give its outputs to their sessions. The engine must be held."""
-        outputs = self._engine.step()
+        self._deliver(self._engine.step())
         self._engine.settle()
-        self._deliver(outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

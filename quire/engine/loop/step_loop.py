@@ -82,6 +82,10 @@ class StepLoop:
         """Parts of the memory (`quire.common.residence`) that are the system's at the moment; while
         there are any, no step is made."""
 
+    is_torn = False
+    """Whether the control plane may be half-way through a change: within one, and after Ctrl-C in
+    one until `interrupted` has come to its end."""
+
     def record_steps(self) -> None:
         """Keep the last steps to be looked at. Before the first step."""
         self.recorder = StepRecorder(self.scheduler)
@@ -109,7 +113,7 @@ class StepLoop:
             return
         if self.scheduler.admission.has_orders and not self.has_work:
             self.advance()  # blocks that were published last are yet to be stored
-        with self._until_interrupted():
+        with self._changing():
             self.loop.forget()
             self.rewind()
             self.scheduler.reset_prefix_cache()
@@ -151,7 +155,7 @@ class StepLoop:
         interrupted, weights are gone until `wake_up`.
         """
         before, key = self.asleep, self._digest_key
-        with self._until_interrupted():
+        with self._changing():
             self.loop.forget()
             self.rewind()
             self._digest_key = os.urandom(16)
@@ -165,18 +169,27 @@ class StepLoop:
             self.asleep = tuple(each for each in before if each != WEIGHTS)
 
     @contextmanager
-    def _until_interrupted(self) -> Iterator[None]:
-        """Do something between two steps. Ctrl-C within it costs the requests, as in a step."""
+    def _changing(self) -> Iterator[None]:
+        """Change the control plane. Ctrl-C meanwhile costs the requests."""
+        was_torn, self.is_torn = self.is_torn, True
         try:
             yield
         except Exception:
+            self.is_torn = was_torn
             raise
         except BaseException:
             self.interrupted()
             raise
+        self.is_torn = was_torn
 
     def interrupted(self) -> None:
-        """Begin with an empty control plane: Ctrl-C may have left this one half-way through."""
+        """Begin with an empty control plane: Ctrl-C may have left this one half-way through. To be
+        called again, by the next caller, where another one ends it."""
+        self.is_torn = True
+        self._end_interrupted()
+        self.is_torn = False
+
+    def _end_interrupted(self) -> None:
         self.start_over("interrupted")
 
     def advance(self) -> list[Progress]:
@@ -185,11 +198,13 @@ class StepLoop:
         An executor that fails costs the requests of that step; anything else that raises costs all
         of them.
         """
-        try:
-            return self.loop.advance(self)
-        except Exception as error:
-            log_failure(logger, "the engine failed outside of the executor and starts over", error)
-            return self.start_over(f"the engine failed on this step: {type(error).__name__}")
+        with self._changing():
+            try:
+                return self.loop.advance(self)
+            except Exception as error:
+                message = "the engine failed outside of the executor and starts over"
+                log_failure(logger, message, error)
+                return self.start_over(f"the engine failed on this step: {type(error).__name__}")
 
     def settle(self) -> None:
         """Where no request is left, carry out what the last ones have ordered: of those who call
