@@ -10,7 +10,6 @@ import csv
 import json
 from pathlib import Path
 
-import matplotlib
 import torch
 from safetensors.torch import save_file
 
@@ -22,9 +21,6 @@ from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer
 from .samples import MAX_LEN
 from .tokenizer import tokenizer_config
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 END_OF_TEXT_ID, TURN_END_ID = (
     prompts.SPECIAL_TOKENS.index(t) for t in (prompts.END_OF_TEXT, prompts.TURN_END)
@@ -111,7 +107,10 @@ def _smooth(values: list[float], window: int) -> list[float]:
 
 def plot_curves(state: RunState, path: Path) -> None:
     """Training and held-out loss over the tokens seen."""
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    from matplotlib.figure import Figure  # which takes a second: what only reads models needs none
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     tokens = [count / 1e6 for count, _ in state.train_curve]
     losses = [loss for _, loss in state.train_curve]
     axes.plot(tokens, losses, color="0.8", linewidth=0.8)
@@ -128,7 +127,6 @@ def plot_curves(state: RunState, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def main() -> None:

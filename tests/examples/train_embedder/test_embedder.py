@@ -1,20 +1,15 @@
-"""How the embedder is trained: passages, queries, token vectors, and a folder that others read."""
+"""What the embedder is trained on, and what it finds."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from examples.train_embedder.cooccurrence import token_vectors
 from examples.train_embedder.evaluate import QUESTIONS, bm25, embedded, ranks_of
-from examples.train_embedder.export import write_folder
 from examples.train_embedder.passages import Passage, Queries, _cut, words_of
-from examples.train_embedder.tokenizer import train_tokenizer
-from examples.train_embedder.train import TextEncoder, new_model, train, vectors_of
 from quire import LLM
 
 SENTENCES = tuple(f"The {who} {did} in the {place} for a long time." for who, did, place in [
@@ -64,26 +59,6 @@ def test_a_rank_counts_the_texts_before_ones_own() -> None:
     assert (
         ranks_of(bm25(["the fox", "a reigning king", "girl sang"], texts[:3])).tolist() == [0] * 3
     )
-
-
-@pytest.mark.slow
-def test_a_few_steps_make_a_folder_that_the_engine_reads(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([each.text for each in PASSAGES])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model, encode = new_model(), TextEncoder(tokenizer)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    train(model, encode, PASSAGES * 40, minutes=0.02)
-    for name, weight in model.named_parameters():
-        assert not torch.equal(before[name], weight), name
-    write_folder(model, tmp_path / "tokenizer.json", tmp_path / "made")
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.to(torch.float16))
-        expected = vectors_of(model, *encode(list(SENTENCES)))
-    with LLM(str(tmp_path / "made"), runner="pooling", dtype="float32") as llm:
-        found = [each.outputs.data for each in llm.embed(list(SENTENCES), use_tqdm=False)]
-    assert np.allclose(np.stack(found), expected.numpy(), atol=1e-5)
 
 
 def test_the_shipped_embedder_finds_what_questions_are_about() -> None:
