@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     # The interpreter's last collection finds everything: the native extension reports what is left.
     atexit.register(gc.unfreeze)
+    _FROZEN.append(len(sys.modules))
+
+
+_FROZEN: list[int] = []
+"""How many modules there were each time that objects were put aside for good."""
+_MANY_MODULES = 100
+"""A package that takes long to import: transformers, a client of a server."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Between files, when only what lasts is left, keep packages that were imported meanwhile out
+    of later collections as well: a full one takes 0.3 s with transformers, and 10 ms without."""
+    yield
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and len(sys.modules) > _FROZEN[-1] + _MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _FROZEN.append(len(sys.modules))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
