@@ -209,7 +209,7 @@ def _read_kind(path: Path) -> tuple[PoolingKind, bool]:
     modes = [kind for key, kind in _KINDS.items() if config.get(key) is True]
     named = config.get("pooling_mode")
     if named is not None:
-        if named not in _NAMES:
+        if not isinstance(named, str) or named not in _NAMES:
             raise UnsupportedModelError(
                 f"{path}: pooling_mode={str(named)[:80]!r} is not supported; supported: "
                 f"{', '.join(_NAMES)}"

@@ -173,6 +173,7 @@ def test_llama_index_chats(server: RunningServer, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # gradio's own loops
 def test_the_page_of_gradio_answers(server: RunningServer) -> None:
     openai = pytest.importorskip("openai")
     app = importlib.import_module("examples.apps.gradio_page")

@@ -367,6 +367,7 @@ def test_prompts_of_the_folder_are_put_before_texts(
          "has a CNN as module 1"),
         ("1_Pooling/config.json", "{}", "asks for none of the ways to pool"),
         ("1_Pooling/config.json", '{"pooling_mode": "magic"}', "pooling_mode='magic'"),
+        ("1_Pooling/config.json", '{"pooling_mode": ["cls", "mean"]}', "pooling_mode=.*cls"),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_not_understood_is_refused(

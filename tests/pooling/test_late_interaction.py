@@ -34,7 +34,12 @@ def make_multi_vector(
     reference = make_folder(folder, family)
     kinds = ["Transformer", "Dense", *(() if is_pylate else ("MultiVectorMask", "Normalize"))]
     modules = [
-        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"a.b.{kind}"}
+        {
+            "idx": n,
+            "name": str(n),
+            "path": f"{n}_{kind}" if n else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for n, kind in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))

@@ -25,13 +25,16 @@ def library() -> Any:
 
 @pytest.mark.parametrize(("family", "pooling"), [("bert", "mean_tokens"), ("qwen3", "lasttoken")])
 def test_encode_gives_the_vectors_of_embed(
-    family: str, pooling: str, folder_of: FolderOf, library: Any
+    family: str, pooling: str, folder_of: FolderOf, library: Any, tmp_path: Path
 ) -> None:
     folder, _ = folder_of(family, pooling=pooling)
-    wanted = library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
-    with closing(LLM(str(folder), runner="pooling", dtype="float32")) as llm:
-        found = [each.outputs.embedding for each in llm.embed(TEXTS, use_tqdm=False)]
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    model.save_pretrained(str(tmp_path))  # in the layout of the version that is installed
+    wanted = model.encode(TEXTS)
+    for each in (folder, tmp_path):
+        with closing(LLM(str(each), runner="pooling", dtype="float32")) as llm:
+            found = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_a_cross_encoder_ranks_alike(folder_of: FolderOf, library: Any) -> None:

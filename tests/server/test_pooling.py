@@ -140,8 +140,11 @@ def test_coheres_client_reranks_as_the_library_scores(
 ) -> None:
     cohere = pytest.importorskip("cohere")
     kind = cohere.Client if version == 1 else cohere.ClientV2
-    client = kind(api_key="unused", base_url=reranker.url)
-    found = client.rerank(model=_name(reranker), query=TEXTS[0], documents=TEXTS, top_n=3).results
+    with httpx.Client() as http:
+        client = kind(api_key="unused", base_url=reranker.url, httpx_client=http)
+        found = client.rerank(
+            model=_name(reranker), query=TEXTS[0], documents=TEXTS, top_n=3
+        ).results
     with closing(LLM(str(folders["reranker"]), **OPTIONS)) as llm:
         outputs = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
     scores = [each.outputs.score for each in outputs]

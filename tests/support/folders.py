@@ -178,7 +178,12 @@ def write_modules(
         write_dense(folder / f"{number}_Dense", num_inputs, num_outputs, has_bias, activation)
         num_inputs = num_outputs
     modules = [
-        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"a.b.{kind}"}
+        {
+            "idx": n,
+            "name": str(n),
+            "path": f"{n}_{kind}" if n else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for n, kind in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))

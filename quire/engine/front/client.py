@@ -214,7 +214,6 @@ class Client:
         self._num_questions = 0
         self._num_updates = 0
         self._weights = (self._model.folder, FIRST_VERSION)
-        """Where the weights of all engines are from, and what they are called."""
         self._update: asyncio.Task[None] | None = None
         self._refuses_asleep = plan.config.when_asleep == "refuse"
         self._is_draining = False
@@ -359,6 +358,9 @@ class Client:
         QuireError."""
         parts = check_parts(tags)
         await self._command(lambda number: WakeUp(number, parts))
+
+    _weights = ("", FIRST_VERSION)
+    """Where the weights of all engines are from, and what they are called."""
 
     @property
     def weight_version(self) -> str:
