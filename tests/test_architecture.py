@@ -181,7 +181,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 8_400,
-    "csrc": 14_400,
+    "csrc": 14_700,
     "quire": 800,
     "quire/bench": 4_000,
     "quire/cli": 4_200,

@@ -34,6 +34,8 @@ constexpr double MOST_USE = 1e100;  // where uses are scaled down
 constexpr int64_t FEWEST_ROUNDS = 4;
 // Of one call to the system, so that what was read is still in the second-level cache when it is summed.
 constexpr int64_t READ_BYTES = 256 << 10;
+// Of which one byte says whether they were read ahead.
+constexpr int64_t LOOKED_AT_BYTES = 1 << 20;
 
 }  // namespace
 
@@ -89,11 +91,12 @@ uint64_t checksum_of(const void *data, int64_t num_bytes) {
 
 ExpertPool::ExpertPool(std::string path, int descriptor, void *memory, int64_t slot_bytes, int64_t num_slots)
     : path_(std::move(path)), descriptor_(fcntl(descriptor, F_DUPFD_CLOEXEC, 0)), memory_(static_cast<char *>(memory)),
-      slot_bytes_(slot_bytes), num_slots_(num_slots), owner_of_(num_slots, NONE), is_held_(num_slots, 0) {
+      slot_bytes_(slot_bytes), num_slots_(num_slots), owner_of_(num_slots, NONE), is_held_(num_slots, 0), ahead_(descriptor_) {
     if (descriptor_ < 0) throw ExpertFileError(path_ + ": " + std::strerror(errno));
 }
 
 ExpertPool::~ExpertPool() {
+    ahead_.end();
     if (descriptor_ >= 0) close(descriptor_);
 }
 
@@ -104,6 +107,7 @@ void ExpertPool::add_layer(StoredLayer layer) {
     used_in_.resize(slot_of_.size(), 0);
     layer_of_.resize(slot_of_.size(), num_layers());
     layers_.push_back(std::move(layer));
+    forecasts_.add_layer();
 }
 
 void ExpertPool::fill() {
@@ -124,6 +128,7 @@ void ExpertPool::note_use(int64_t layer, const std::vector<int64_t> &experts) {
         use_ *= std::exp2(1.0 / HALF_LIFE_STEPS);
         ++step_;
     }
+    settle_forecast(layer, experts);
     int64_t num_hits = 0;
     for (const int64_t expert : experts) {
         uses_[number_of(layer, expert)] += use_;
@@ -199,12 +204,81 @@ std::vector<int64_t> ExpertPool::free_slots(int64_t layer, int64_t count) {
     return slots;
 }
 
+bool ExpertPool::wants_forecast(int64_t layer) const {
+    return reads_ahead_ && num_slots_ < static_cast<int64_t>(slot_of_.size()) && forecasts_.is_due(layer, step_);
+}
+
+void ExpertPool::expect(int64_t layer, int64_t num_tokens, const std::vector<int64_t> &experts) {
+    std::vector<int64_t> missing;
+    asked_.clear();
+    looked_for_.clear();
+    asked_tokens_ = num_tokens;
+    int64_t left = forecasts_.bytes_ahead(num_tokens, slot_bytes_), num_bytes = 0;
+    for (const int64_t expert : experts) {
+        const int64_t number = number_of(layer, expert);
+        if (slot_of_[number] != NONE) continue;
+        missing.push_back(expert);
+        looked_for_.push_back(number);
+        const bool is_here = is_cached(descriptor_, part_of(layer, expert, false).last());
+        forecasts_.note_place(is_here);
+        for (const bool is_down : {false, true}) {
+            FilePart part = part_of(layer, expert, is_down);
+            part.num_bytes = min64(part.num_bytes, left);
+            if (is_here || part.num_bytes == 0) continue;
+            asked_.push_back(part);
+            left -= part.num_bytes;
+            num_bytes += part.num_bytes;
+        }
+    }
+    ahead_.ask(asked_);
+    forecasts_.keep(layer, missing);
+    const std::lock_guard<std::mutex> guard(counting_);
+    counts_.num_forecast += static_cast<int64_t>(missing.size());
+    counts_.bytes_ahead += num_bytes;
+}
+
+// What a layer needs is known: whether that was foreseen, and whether what was requested has been read.
+void ExpertPool::settle_forecast(int64_t layer, const std::vector<int64_t> &experts) {
+    const int64_t num_foreseen = forecasts_.settle(layer, experts);
+    if (!asked_.empty()) {
+        ahead_.drop();
+        int64_t num_asked = 0, num_arrived = 0;
+        for (const FilePart &part : asked_) {
+            for (int64_t done = 0; done < part.num_bytes; done += LOOKED_AT_BYTES) {
+                const FilePart piece{part.start + done, min64(LOOKED_AT_BYTES, part.num_bytes - done)};
+                if (num_arrived == num_asked && is_cached(descriptor_, piece.last())) num_arrived += piece.num_bytes;
+                num_asked += piece.num_bytes;
+            }
+        }
+        forecasts_.note_arrival(asked_tokens_, num_asked, num_arrived);
+        asked_.clear();
+    }
+    const std::lock_guard<std::mutex> guard(counting_);
+    counts_.num_foreseen += num_foreseen;
+}
+
+// Whether the system's cache has what is to be read, once for each expert: what was requested would seem to have been there.
+void ExpertPool::note_places(const std::vector<Read> &reads) {
+    for (const Read &each : reads) {
+        if (std::find(looked_for_.begin(), looked_for_.end(), number_of(each.layer, each.expert)) != looked_for_.end()) continue;
+        forecasts_.note_place(is_cached(descriptor_, part_of(each.layer, each.expert, false).last()));
+    }
+    looked_for_.clear();
+}
+
+FilePart ExpertPool::part_of(int64_t layer, int64_t expert, bool is_down) const {
+    const StoredLayer &of = layers_[layer];
+    const int64_t num_bytes = is_down ? of.down_bytes() : of.up_bytes();
+    return {(is_down ? of.down_start : of.up_start) + expert * num_bytes, num_bytes};
+}
+
 // By the whole team; slots have their experts only if all could be read.
 void ExpertPool::read(const std::vector<Read> &reads) {
     const auto began = std::chrono::steady_clock::now();
     const int64_t count = 2 * static_cast<int64_t>(reads.size());
     std::vector<std::string> failures(reads.size() * 2);
     std::atomic<bool> has_failed = false;
+    note_places(reads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team_size(count * slot_bytes_))
     for (int64_t i = 0; i < count; ++i) {
         try {
@@ -231,8 +305,7 @@ void ExpertPool::read(const std::vector<Read> &reads) {
 
 void ExpertPool::read_part(const Read &read, bool is_down) const {
     const StoredLayer &of = layers_[read.layer];
-    const int64_t num_bytes = is_down ? of.down_bytes() : of.up_bytes();
-    const int64_t start = (is_down ? of.down_start : of.up_start) + read.expert * num_bytes;
+    const auto [start, num_bytes] = part_of(read.layer, read.expert, is_down);
     char *to = at(read.slot) + (is_down ? of.up_bytes() : 0);
     const auto name = [&] { return path_ + ": expert " + std::to_string(read.expert) + " of mixture " + std::to_string(read.layer); };
     Checksum sum;
@@ -301,9 +374,11 @@ static void bind_expert_pool(nb::module_ &m) {
         .def("add_layer", &add_layer, "up"_a, "down"_a, "num_experts"_a, "slot_bytes"_a, "up_start"_a, "down_start"_a,
              "up_sums"_a, "down_sums"_a)
         .def("fill", &ExpertPool::fill, release())
+        .def("set_reads_ahead", &ExpertPool::set_reads_ahead, "reads_ahead"_a)
         .def("counts", [](const ExpertPool &pool) {
             const PoolCounts counts = pool.counts();
-            return nb::make_tuple(counts.num_hits, counts.num_misses, counts.bytes_read, counts.wait_s);
+            return nb::make_tuple(counts.num_hits, counts.num_misses, counts.bytes_read, counts.wait_s, counts.num_forecast,
+                                  counts.num_foreseen, counts.bytes_ahead);
         });
     m.def("expert_checksums", &expert_checksums, release());
 }

@@ -3,14 +3,20 @@
 // A step asks for a layer's experts once its router has chosen them. Those that are missing are read into slots, over the
 // experts that were of the least use, and are compared with the checksums that they were written with. The pool decides what
 // is in memory and nothing else: the same bytes are multiplied wherever they lie.
+//
+// Where the file is read from a device, experts that the next layer will probably need are read ahead into the system's cache
+// while the layer is computed; they enter a slot when they are needed, checked like any other.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "forecasts.hpp"
+#include "read_ahead.hpp"
 #include "weight.hpp"
 
 namespace quire {
@@ -43,6 +49,9 @@ struct PoolCounts {
     int64_t num_hits, num_misses;  // experts that a layer needed
     int64_t bytes_read;
     double wait_s;                 // for reads, of steps
+    int64_t num_forecast;          // experts that were not in memory and that a layer would need, by a forecast
+    int64_t num_foreseen;          // those of them that it needed
+    int64_t bytes_ahead;           // of the file, that were to be read before they are needed
 };
 
 class ExpertPool {
@@ -66,6 +75,13 @@ class ExpertPool {
     // `experts`; at least one. Their weights are valid until the next call. ExpertFileError where one cannot be read.
     std::vector<size_t> bring(int64_t layer, const std::vector<int64_t> &experts, std::vector<ExpertWeights> &weights);
 
+    // Whether a forecast of what the layer will need is worth its making: not all experts are in memory, and it pays.
+    bool wants_forecast(int64_t layer) const;
+    // The layer that is computed next, for so many tokens, will need these experts, the likeliest ones first; by guess. To be
+    // said when the layer before it has brought its own.
+    void expect(int64_t layer, int64_t num_tokens, const std::vector<int64_t> &experts);
+    void set_reads_ahead(bool reads_ahead) { reads_ahead_ = reads_ahead; }  // at first it does
+
     PoolCounts counts() const;
 
    private:
@@ -80,6 +96,9 @@ class ExpertPool {
     std::vector<int64_t> free_slots(int64_t layer, int64_t count);
     void read(const std::vector<Read> &reads);
     void read_part(const Read &read, bool is_down) const;
+    FilePart part_of(int64_t layer, int64_t expert, bool is_down) const;
+    void settle_forecast(int64_t layer, const std::vector<int64_t> &experts);
+    void note_places(const std::vector<Read> &reads);
 
     const std::string path_;
     const int descriptor_;
@@ -95,8 +114,14 @@ class ExpertPool {
     std::vector<char> is_held_;       // of each slot: whether the step reads it
     int64_t step_ = 0;
     double use_ = 1.0;                // what a use now counts
+    Forecasts forecasts_;
+    std::atomic<bool> reads_ahead_ = true;
+    std::vector<FilePart> asked_;      // to be read ahead, for the layer that is next
+    int64_t asked_tokens_ = 0;         // of that step
+    std::vector<int64_t> looked_for_;  // by number: experts of the next layer of which it is known whether they were cached
     mutable std::mutex counting_;
     PoolCounts counts_{};
+    ReadAhead ahead_;
 };
 
 }  // namespace quire

@@ -47,6 +47,8 @@ constexpr int64_t RESULTS_BYTES = 128 << 20;
 // Of the products of gate and `up` that are kept at a time for adapters.
 constexpr int64_t GATED_BYTES = 8 << 20;
 constexpr int64_t LEAST_GATED_ROWS = 32;
+// Of more, a layer needs nearly all experts, and the pool reads itself through them in rounds.
+constexpr int64_t MOST_FORECAST_TOKENS = 512;
 
 // The tokens of one expert: pairs [first, first + count) of the sorted ones.
 struct Group {
@@ -98,9 +100,9 @@ Grouping::Grouping(const ExpertRouting &routing, const int64_t *ids, int64_t num
 class Mixture {
    public:
     Mixture(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights, const void *x,
-            DType dtype, int64_t num_tokens, const ExpertAdapters &adapters)
+            DType dtype, int64_t num_tokens, const ExpertAdapters &adapters, const LikelyExperts *likely)
         : table_(kernels()), layer_(layer), dtype_(dtype), x_(x), weights_(weights), num_tokens_(num_tokens),
-          num_chosen_(routing.num_chosen), grouping_(routing, ids, num_tokens), adapters_(adapters) {}
+          num_chosen_(routing.num_chosen), grouping_(routing, ids, num_tokens), adapters_(adapters), likely_(likely) {}
 
     void run(void *out);
 
@@ -130,6 +132,7 @@ class Mixture {
     const int64_t num_tokens_, num_chosen_;
     const Grouping grouping_;
     const ExpertAdapters adapters_;
+    const LikelyExperts *likely_;  // null: none are known
     std::vector<Group> groups_;  // of the round
     float *results_ = nullptr;   // [pairs][hidden], if there are several rounds
 };
@@ -152,6 +155,7 @@ void Mixture::run(void *out) {
     layer_.pool->note_use(layer_.number, experts);
     do {
         groups_ = take_round(left);
+        if (left.empty() && likely_ != nullptr) layer_.pool->expect(likely_->number, num_tokens_, likely_->experts);
         if (!left.empty() && results_ == nullptr) results_ = scratch(EXPERT_RESULTS, num_pairs() * layer_.hidden());
         compute_round(out);
     } while (!left.empty());
@@ -455,7 +459,8 @@ void choose_experts(const ExpertRouting &routing, const float *logits, int64_t n
 }
 
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
-                   const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters) {
+                   const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters,
+                   const LikelyExperts *likely) {
     const Stopwatch stopwatch(KernelClass::linear);
     const int64_t results = RESULTS_BYTES / (layer.hidden() * int64_t{sizeof(float)});
     const bool stores_results = layer.pool != nullptr || layer.num_held() < layer.num_experts || adapters.rows != nullptr;
@@ -469,13 +474,36 @@ void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const
             part = adapters.rows->between(t, t + count);
             used.rows = part.is_empty() ? nullptr : &part;
         }
-        Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype, count, used)
+        Mixture(layer, routing, ids + pair, weights + pair, offset(x, t * layer.hidden(), dtype), dtype, count, used,
+                t + count == num_tokens ? likely : nullptr)
             .run(offset(out, t * layer.own_hidden(), dtype));
     }
 }
 
+// What the router chooses for rows of another layer, all tokens' first choices before the second ones. The rows of neighbours
+// differ by what one layer adds.
+static LikelyExperts forecast(const NextMixture &next, const void *x, DType dtype, int64_t num_tokens) {
+    const int64_t num_experts = next.routing.num_experts, num_chosen = next.routing.num_chosen, num_pairs = num_tokens * num_chosen;
+    float *logits = scratch(ROUTING, num_tokens * num_experts + 3 * num_pairs + 1);
+    linear(next.router, x, dtype, num_tokens, logits, DType::f32);
+    int64_t *ids = reinterpret_cast<int64_t *>(logits + round_up(num_tokens * num_experts, 2));
+    choose_experts(next.routing, logits, num_tokens, ids, reinterpret_cast<float *>(ids + num_pairs));
+    LikelyExperts likely{next.number, {}};
+    std::vector<char> is_listed(num_experts, 0);
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+        const int64_t expert = ids[pair % num_tokens * num_chosen + pair / num_tokens];
+        if (expert < 0 || expert >= num_experts || is_listed[expert]) continue;
+        is_listed[expert] = 1;
+        likely.experts.push_back(expert);
+    }
+    return likely;
+}
+
 void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const LinearWeight &router, const void *x, DType dtype,
-                 int64_t num_tokens, void *out, const ExpertAdapters &adapters) {
+                 int64_t num_tokens, void *out, const ExpertAdapters &adapters, const NextMixture &next) {
+    const bool is_foreseen = next.number != NextMixture::NONE && num_tokens <= MOST_FORECAST_TOKENS &&
+                             layer.pool->wants_forecast(next.number);
+    const LikelyExperts likely = is_foreseen ? forecast(next, x, dtype, num_tokens) : LikelyExperts{};
     const int64_t num_pairs = num_tokens * routing.num_chosen;
     float *logits = scratch(ROUTING, num_tokens * routing.num_experts + 3 * num_pairs + 1);
     linear(router, x, dtype, num_tokens, logits, DType::f32);
@@ -485,7 +513,8 @@ void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const L
     choose_experts(routing, logits, num_tokens, ids, weights);
     const bool are_changed = adapters.rows != nullptr && (adapters.rows->concern(adapters.up, 0, num_tokens) ||
                                                          adapters.rows->concern(adapters.down, 0, num_tokens));
-    apply_experts(layer, routing, ids, weights, x, dtype, num_tokens, out, are_changed ? adapters : ExpertAdapters{});
+    apply_experts(layer, routing, ids, weights, x, dtype, num_tokens, out, are_changed ? adapters : ExpertAdapters{},
+                  is_foreseen ? &likely : nullptr);
 }
 
 // ---- bindings ----

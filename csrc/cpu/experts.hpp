@@ -2,6 +2,8 @@
 // Every call may use the whole team of threads.
 #pragma once
 
+#include <vector>
+
 #include "dispatch.hpp"
 #include "expert_pool.hpp"
 #include "gathering.hpp"
@@ -43,6 +45,15 @@ struct ExpertAdapters {
     int64_t router, up, down;
 };
 
+// How the mixture that a step computes next chooses its experts.
+struct NextMixture {
+    static constexpr int64_t NONE = -1;
+
+    int64_t number = NONE;  // of its layer in the pool; NONE: there is none, or it has another pool
+    LinearWeight router{};
+    ExpertRouting routing{};
+};
+
 // Whether the weights fit together, and each expert's outputs begin with a panel.
 bool are_whole(const ExpertLayer &layer);
 
@@ -52,18 +63,26 @@ void check_memory(const char *function, const ExpertLayer &layer);
 // ids int64 [T, k] and weights float32 [T, k] from logits float32 [T, E].
 void choose_experts(const ExpertRouting &routing, const float *logits, int64_t num_tokens, int64_t *ids, float *weights);
 
+// Experts that the next layer of the pool will probably need, the likeliest ones first.
+struct LikelyExperts {
+    int64_t number;
+    std::vector<int64_t> experts;
+};
+
 // out [T, H] = the sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t])) of expert ids[t, j], in the order of
 // j, from zero. An id that is no expert's counts nothing. A row's bits depend on nothing but the row, its choices, the
 // weights and the instruction set. `out` is no part of x. ExpertFileError where a pool cannot read an expert. Adapters are for
-// layers of which this rank has all.
+// layers of which this rank has all. A pool is told of `likely` experts when it has brought those of x.
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
-                   const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters);
+                   const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters,
+                   const LikelyExperts *likely = nullptr);
 
 // Of several ranks, all make the call, with the same choices. Where each has whole experts, `out` is whole; where each has
 // some outputs of all, it has those of the hidden size that this rank's `down` has.
 //
-// Both, of what a router weight [E, H] says of x.
+// Both, of what a router weight [E, H] says of x. `next`, where its experts are in the same pool, is what will be computed
+// then: the pool is told which experts it would choose for x.
 void mix_experts(const ExpertLayer &layer, const ExpertRouting &routing, const LinearWeight &router, const void *x, DType dtype,
-                 int64_t num_tokens, void *out, const ExpertAdapters &adapters);
+                 int64_t num_tokens, void *out, const ExpertAdapters &adapters, const NextMixture &next);
 
 }  // namespace quire

@@ -172,7 +172,7 @@ void Pass::run(const Operation &operation) const {
             return attend(operation);
         case Kind::experts:
             return mix_experts(operation.layer, operation.routing, operation.router, x, dtype_, num_tokens(), out,
-                               {step_->adapted, operation.numbers.router, operation.numbers.up, operation.numbers.down});
+                               {step_->adapted, operation.numbers.router, operation.numbers.up, operation.numbers.down}, operation.next);
         case Kind::head_linear:
             return head_linear({operation.weight, operation.heads.num_queries, operation.heads.size}, x, dtype_, num_tokens(), out);
         case Kind::gather:

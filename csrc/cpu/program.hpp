@@ -76,6 +76,7 @@ struct Operation {
     LinearWeight router;
     ExpertRouting routing;
     ExpertAdapters numbers;  // without rows
+    NextMixture next;        // experts: which the list has behind it
     // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries; head_linear,
     // rotate_tails: queries alone; write_latent: one key, normed but for its tail, which is rotated, to a cache
     Heads heads;

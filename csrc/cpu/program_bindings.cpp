@@ -248,15 +248,29 @@ static void init_operations(Operations *self, int dtype, int64_t width) {
     new (self) Operations{args.dtype(dtype), args.count("the width", width, 1)};
 }
 
+// Each mixture of a pool learns how the one behind it chooses.
+static void link_mixtures(std::vector<Operation> &list) {
+    Operation *before = nullptr;
+    for (Operation &each : list) {
+        if (each.kind != Kind::experts || each.layer.pool == nullptr) continue;
+        if (before != nullptr && before->layer.pool == each.layer.pool && before->x.width == each.x.width) {
+            before->next = {each.layer.number, each.router, each.routing};
+        }
+        before = &each;
+    }
+}
+
 static void init_program(Program *self, const Operations &whole, const Operations &wanted, int64_t num_positions) {
     const Arguments args("Program");
     args.require(whole.dtype == wanted.dtype && whole.width == wanted.width, "both lists must be alike");
     for (const Operation &each : whole.list) {
         args.require(!each.is_narrow && each.kind != Kind::scatter, "the whole list has rows that are wanted alone");
     }
-    new (self) Program(ProgramLists{whole.list, wanted.list, whole.dtype, whole.width,
-                                    max64(whole.arena_width, wanted.arena_width), max64(whole.num_caches, wanted.num_caches),
-                                    args.count("the number of positions", num_positions, 1)});
+    ProgramLists lists{whole.list, wanted.list, whole.dtype, whole.width, max64(whole.arena_width, wanted.arena_width),
+                       max64(whole.num_caches, wanted.num_caches), args.count("the number of positions", num_positions, 1)};
+    link_mixtures(lists.whole);
+    link_mixtures(lists.wanted);
+    new (self) Program(std::move(lists));
 }
 
 // `tables`: of each group, its slots and its block tables.

@@ -19,17 +19,18 @@ class ExpertUse(NamedTuple):
     """Of the experts' file."""
     wait_s: float = 0.0
     """That steps waited for it."""
+    num_forecast: int = 0
+    """Experts that were not in memory and that the next layer would need, by its router's choice
+    for the rows of the layer before it."""
+    num_foreseen: int = 0
+    """Those of them that it needed."""
+    bytes_ahead: int = 0
+    """Of experts that the system was asked to read while the layer before was computed."""
 
     def plus(self, other: ExpertUse) -> ExpertUse:
         """Add up."""
-        return ExpertUse(
-            self.num_hits + other.num_hits,
-            self.num_misses + other.num_misses,
-            self.bytes_read + other.bytes_read,
-            self.wait_s + other.wait_s,
-        )
+        return ExpertUse._make(a + b for a, b in zip(self, other, strict=True))
 
     def minus(self, other: ExpertUse) -> ExpertUse:
         """Subtract."""
-        hits, misses, bytes_read, wait_s = other
-        return self.plus(ExpertUse(-hits, -misses, -bytes_read, -wait_s))
+        return ExpertUse._make(a - b for a, b in zip(self, other, strict=True))

@@ -167,7 +167,10 @@ def test_a_model_without_experts_has_no_use_for_it(tiny_config: Path) -> None:
 
 def test_the_use_of_experts_adds_up() -> None:
     counted = CountedExperts()
-    for use in (ExpertUse(3, 1, 100, 0.5), ExpertUse(1, 0, 0, 0.0)):
+    for use in (ExpertUse(3, 1, 100, 0.5, 4, 2, 80), ExpertUse(1, 0, 0, 0.0)):
         assert counted.take_news((tuple(use),), 0.0) == []
-    assert counted.use == ExpertUse(4, 1, 100, 0.5)
+    assert counted.use == ExpertUse(4, 1, 100, 0.5, 4, 2, 80)
+    assert counted.use.minus(ExpertUse(1, 1, 50, 0.5, 2, 1, 80)) == ExpertUse(
+        3, 0, 50, 0.0, 2, 1, 0
+    )
     assert counted.take_orders(0.0) == () and counted.parked() == []

@@ -52,11 +52,13 @@ def expert_use(prerequisites: Iterable[Prerequisite]) -> dict[str, Any]:
     """Return the counts by the names of the engine's counters; nothing where none are kept."""
     for each in prerequisites:
         if isinstance(each, CountedExperts):
-            hits, misses, bytes_read, wait_s = each.use
             return {
-                "num_expert_hits": hits,
-                "num_expert_misses": misses,
-                "expert_bytes_read": bytes_read,
-                "expert_wait_s": wait_s,
+                "num_expert_hits": each.use.num_hits,
+                "num_expert_misses": each.use.num_misses,
+                "expert_bytes_read": each.use.bytes_read,
+                "expert_wait_s": each.use.wait_s,
+                "num_experts_forecast": each.use.num_forecast,
+                "num_experts_foreseen": each.use.num_foreseen,
+                "expert_bytes_ahead": each.use.bytes_ahead,
             }
     return {}

@@ -58,6 +58,12 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes_read: int = 0
     expert_wait_s: float = 0.0
     """That steps waited for those bytes."""
+    num_experts_forecast: int = 0
+    """Experts that were missing and that the next layer would need, by forecasts."""
+    num_experts_foreseen: int = 0
+    """Those of them that it needed."""
+    expert_bytes_ahead: int = 0
+    """That the system was asked to read meanwhile."""
     num_stored_kv_blocks: int = 0
     """Places of sequences whose KV is kept besides the pool, now; the next ones are totals."""
     num_kept_kv_blocks: int = 0

@@ -134,6 +134,9 @@ class Inspection:
     num_expert_misses: int = 0
     expert_bytes_read: int = 0
     expert_wait_s: float = 0.0
+    num_experts_forecast: int = 0
+    num_experts_foreseen: int = 0
+    expert_bytes_ahead: int = 0
     num_stored_kv_blocks: int = 0
     """Places of sequences whose KV is kept in tiers below the pool, now; the next ones are
     totals."""

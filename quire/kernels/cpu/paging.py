@@ -35,6 +35,12 @@ class PoolCounts(NamedTuple):
     """Of the file, also to fill the pool at first."""
     wait_s: float = 0.0
     """For these reads."""
+    num_forecast: int = 0
+    """Experts that were not in memory and that the next layer would need, by a forecast."""
+    num_foreseen: int = 0
+    """Those of them that it needed."""
+    bytes_ahead: int = 0
+    """That the system was asked to read while the layer before was computed."""
 
 
 class PagedLinear:
@@ -119,6 +125,11 @@ class PagedExperts:
                 self.native.fill()
         except CheckpointError as error:  # a step's error goes to clients, this one does not
             raise CheckpointError(f"{self._folder}: {error}") from None
+
+    def set_reads_ahead(self, reads_ahead: bool) -> None:
+        """Whether experts are read ahead where that pays, as they are unless this is said; no bit
+        depends on it."""
+        self.native.set_reads_ahead(reads_ahead)
 
     @property
     def counts(self) -> PoolCounts:

@@ -508,6 +508,12 @@ class _Live(Collector):
         yield self._counter("expert_read_bytes", text, status.expert_bytes_read)
         text = "Time that steps waited for experts."
         yield self._counter("expert_wait_seconds", text, status.expert_wait_s)
+        text = "Missing experts that a layer would need, by forecasts of the layer before."
+        yield self._counter("expert_forecasts", text, status.num_experts_forecast)
+        text = "Those of them that it needed."
+        yield self._counter("expert_forecasts_right", text, status.num_experts_foreseen)
+        text = "Bytes of experts that were requested ahead."
+        yield self._counter("expert_ahead_bytes", text, status.expert_bytes_ahead)
 
     def _stored_kv(self, status: EngineStatus) -> Iterator[Metric]:
         """What is kept besides the pool, in host memory or on disk."""

@@ -189,7 +189,9 @@ function expertLine(inspection) {
   const asked = hits + inspection.num_expert_misses;
   if (!asked) return "";
   const read = (inspection.expert_bytes_read / 2 ** 30).toFixed(1);
-  return ` ${((100 * hits) / asked).toFixed(1)} % of chosen experts were in memory; ${read} GiB read, steps waited ${inspection.expert_wait_s.toFixed(1)} s.`;
+  const guessed = inspection.num_experts_forecast;
+  const foreseen = guessed ? ` Of ${guessed} that were foreseen ${((100 * inspection.num_experts_foreseen) / guessed).toFixed(0)} % were needed.` : "";
+  return ` ${((100 * hits) / asked).toFixed(1)} % of chosen experts were in memory; ${read} GiB read, steps waited ${inspection.expert_wait_s.toFixed(1)} s.${foreseen}`;
 }
 
 // Nothing where nothing is kept beyond the last use.
