@@ -9,8 +9,13 @@ The larger a row, the more its logits vary, and the more often they are among th
 skew of 0.5 half of the experts get 78 % of the choices, with 1 they get 92 %. Tokens are sampled at
 temperature 1 from seeds, so that no text repeats itself. Prints a JSON line for each share and
 number of requests: tokens/s (medians of rounds), what is left of those with all experts in memory,
-the hit rate, what was read a token and how long steps waited for it. With `--cold` the file is
-dropped from the system's cache before each round.
+the hit rate, what was read a token and how long steps waited for it.
+
+`--cold` drops the file from the system's cache after each step, as where it is much larger than
+memory; the time that this takes is not counted. `--ahead` runs each round twice, with and without
+experts read ahead, and prints a line for each. The layers of a random model turn their rows to
+something unlike, those of a trained one add a little: `--damping 0.1` multiplies what attention and
+experts add by as much. How many forecasts were right is printed.
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,8 +43,10 @@ from quire import LLM, SamplingParams
 from quire.engine.front.prompts import Prompt
 from quire.engine.loop.counters import EngineCounters, count
 from quire.engine.plan.experts import expert_bytes
+from quire.kernels.cpu.paging import PagedExperts
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
+from quire.worker.experts import ExpertReports
 
 OLMOE = {
     "architectures": ["OlmoeForCausalLM"],
@@ -62,7 +73,7 @@ OLMOE = {
 _PROMPT_LEN = 32
 
 
-def write_model(folder: Path, num_layers: int, skew: float) -> dict[str, Any]:
+def write_model(folder: Path, num_layers: int, skew: float, damping: float) -> dict[str, Any]:
     """Write the model, unless it is there, and return its config."""
     config = {**OLMOE, "num_hidden_layers": num_layers}
     if (folder / "model.safetensors").exists():
@@ -75,11 +86,43 @@ def write_model(folder: Path, num_layers: int, skew: float) -> dict[str, Any]:
             rows = torch.randperm(len(tensors[name]), generator=generator)
             scales = (rows + 1.0) ** -skew
             tensors[name] = (tensors[name].float() * scales[:, None]).to(torch.bfloat16)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] *= damping
     save_file(tensors, path, {"format": "pt"})
     return config
 
 
-def generate(llm: LLM, num_requests: int, num_tokens: int, seed: int) -> float:
+class Pools:
+    """The pools of engines that are made, and their files, which are dropped after each step."""
+
+    def __init__(self, folder: Path, *, are_cold: bool) -> None:
+        self._folder, self._are_cold = folder, are_cold
+        self.made: list[PagedExperts] = []
+        self.dropping_s = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See what is made and done meanwhile."""
+        fill, take_news = PagedExperts.fill, ExpertReports.take_news
+
+        def filled(pool: PagedExperts) -> None:
+            self.made.append(pool)
+            fill(pool)
+
+        def after_step(reports: ExpertReports, wait_s: float) -> Any:
+            began = time.perf_counter()
+            drop_from_cache(self._folder)
+            self.dropping_s += time.perf_counter() - began
+            return take_news(reports, wait_s)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(PagedExperts, "fill", filled))
+            if self._are_cold:
+                stack.enter_context(patch.object(ExpertReports, "take_news", after_step))
+            yield
+
+
+def generate(llm: LLM, num_requests: int, num_tokens: int, seed: int, pools: Pools) -> float:
     """Output tokens/s of requests that begin together, without their prompts' step."""
     rng = random.Random(seed)
     prompts: list[Prompt] = [
@@ -95,9 +138,10 @@ def generate(llm: LLM, num_requests: int, num_tokens: int, seed: int) -> float:
         llm.generate(prompts, params, use_tqdm=False)
 
     run(1)  # prompts are in the prefix cache now
-    began = time.perf_counter()
+    began, dropping_s = time.perf_counter(), pools.dropping_s
     run(num_tokens)
-    return num_requests * num_tokens / (time.perf_counter() - began)
+    elapsed_s = time.perf_counter() - began - (pools.dropping_s - dropping_s)
+    return num_requests * num_tokens / elapsed_s
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -109,37 +153,53 @@ def drop_from_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-def measure(llm: LLM, num_requests: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All rounds of one engine and number of requests."""
-    generate(llm, num_requests, args.tokens, 1000)  # the pool learns
-    rates, before = [], count(llm.engine.scheduler)
+def measure(
+    llm: LLM, num_requests: int, args: argparse.Namespace, pools: Pools
+) -> Iterator[dict[str, Any]]:
+    """All rounds of one engine and number of requests; for each of the ways of reading."""
+    generate(llm, num_requests, args.tokens, 1000, pools)  # the pool learns
+    ways = (True, False) if args.ahead and pools.made else (True,)
+    rates: dict[bool, list[float]] = {way: [] for way in ways}
+    uses = {way: Counter[str]() for way in ways}
     for seed in range(args.rounds):
-        if args.cold:
-            drop_from_cache(folder)
-        rates.append(generate(llm, num_requests, args.tokens, 2000 + 100 * seed))
-    use = _difference(before, count(llm.engine.scheduler))
+        for reads_ahead in ways if seed % 2 else reversed(ways):
+            for pool in pools.made[-1:]:
+                pool.set_reads_ahead(reads_ahead)
+            before = count(llm.engine.scheduler)
+            rate = generate(llm, num_requests, args.tokens, 2000 + 100 * seed, pools)
+            rates[reads_ahead].append(rate)
+            uses[reads_ahead].update(_difference(before, count(llm.engine.scheduler)))
     num_tokens = args.rounds * num_requests * (args.tokens + 1)
-    return {
-        "tokens_per_s": round(statistics.median(rates), 2),
-        "hit_rate": round(use["hits"] / max(1, use["hits"] + use["misses"]), 3),
-        "mib_read_per_token": round(use["bytes"] / num_tokens / 2**20, 2),
-        "wait_ms_per_token": round(1e3 * use["wait_s"] / num_tokens, 2),
-    }
+    for way, use in uses.items():
+        yield {
+            **({"ahead": way} if len(ways) > 1 else {}),
+            "tokens_per_s": round(statistics.median(rates[way]), 2),
+            "hit_rate": round(use["hits"] / max(1, use["hits"] + use["misses"]), 3),
+            "mib_read_per_token": round(use["bytes"] / num_tokens / 2**20, 2),
+            "wait_ms_per_token": round(1e3 * use["wait_s"] / num_tokens, 2),
+            "forecasts_per_token": round(use["forecast"] / num_tokens, 2),
+            "right": round(use["foreseen"] / max(1, use["forecast"]), 3),
+            "mib_ahead_per_token": round(use["ahead"] / num_tokens / 2**20, 2),
+        }
 
 
-def _difference(before: EngineCounters, after: EngineCounters) -> dict[str, float]:
+def _difference(before: EngineCounters, after: EngineCounters) -> dict[str, Any]:
     return {
         "hits": after.num_expert_hits - before.num_expert_hits,
         "misses": after.num_expert_misses - before.num_expert_misses,
         "bytes": after.expert_bytes_read - before.expert_bytes_read,
         "wait_s": after.expert_wait_s - before.expert_wait_s,
+        "forecast": after.num_experts_forecast - before.num_experts_forecast,
+        "foreseen": after.num_experts_foreseen - before.num_experts_foreseen,
+        "ahead": after.expert_bytes_ahead - before.expert_bytes_ahead,
     }
 
 
 def run(folder: Path, args: argparse.Namespace) -> None:
     """Measure and print every combination; the first of each number is all experts in memory."""
-    model = folder / f"olmoe-{args.layers}-{args.skew:g}"
-    config = write_model(model, args.layers, args.skew)
+    model = folder / f"olmoe-{args.layers}-{args.skew:g}-{args.damping:g}"
+    config = write_model(model, args.layers, args.skew, args.damping)
+    pools = Pools(folder / "cache", are_cold=args.cold)
     spec, quantization = declare(config), args.quantization
     formats = WeightFormats() if quantization is None else formats_at_load(spec, quantization)
     whole, resident = expert_bytes(spec, formats, "bfloat16"), dict[int, float]()
@@ -151,15 +211,19 @@ def run(folder: Path, args: argparse.Namespace) -> None:
         paged = {} if share is None else {
             "expert_memory": int(whole * share) + 1, "weights_cache": str(folder / "cache"),
         }  # fmt: skip
-        llm = LLM(str(model), **options, **paged)
-        for num_requests in args.requests:
-            found = measure(llm, num_requests, args, folder / "cache")
-            base = resident.setdefault(num_requests, found["tokens_per_s"])
-            line = {
-                "share": "all, not paged" if share is None else share, "requests": num_requests,
-                **found, "of_resident": round(found["tokens_per_s"] / base, 3),
-            }  # fmt: skip
-            print(json.dumps(line), flush=True)
+        with pools.watching():
+            llm = LLM(str(model), **options, **paged)
+            for num_requests in args.requests:
+                for found in measure(llm, num_requests, args, pools):
+                    base = resident.setdefault(num_requests, found["tokens_per_s"])
+                    line = {
+                        "share": "all, not paged" if share is None else share,
+                        "requests": num_requests,
+                        **found, "of_resident": round(found["tokens_per_s"] / base, 3),
+                    }  # fmt: skip
+                    print(json.dumps(line), flush=True)
+        pools.made.clear()
+        llm.close()
         del llm
         gc.collect()
 
@@ -176,6 +240,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--cold", action="store_true", help="files are not in the system's cache")
+    parser.add_argument("--ahead", action="store_true", help="with and without reading ahead")
+    parser.add_argument("--damping", type=float, default=1.0, help="of what layers add")
     parser.add_argument("--folder", type=Path, help="for the model and its files; kept")
     args = parser.parse_args()
     if args.folder is not None:
