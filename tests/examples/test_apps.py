@@ -3,6 +3,7 @@ against a server with it. Those for packages that are not installed are skipped.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -186,3 +187,5 @@ def test_the_page_of_gradio_answers(server: RunningServer) -> None:
     pytest.importorskip("gradio")
     page = app.page(server.v1)
     assert page.title == "Quire" and page.fn.__name__ == "chat"
+    del page
+    gc.collect()  # what gradio leaves open is none of the next test's
