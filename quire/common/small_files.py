@@ -1,4 +1,5 @@
-"""Reading small untrusted files, such as a model's JSON: bounded, and with one kind of error.
+"""Reading small untrusted files, such as a model's JSON: bounded, and with one kind of error; and
+writing them, whole or not at all.
 
 Owns the bounds: bytes, how many values a document holds (a byte of `[[],[],...` becomes some forty
 in memory), and whether its texts are Unicode at all, which JSON's escapes do not promise. Whatever
@@ -7,11 +8,13 @@ is wrong with a file is a CheckpointError that names it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,3 +118,17 @@ def _shown(path: Path) -> str:
 def _reason(error: Exception) -> str:
     strerror = error.strerror if isinstance(error, OSError) else None
     return (strerror or str(error) or type(error).__name__)[:_MAX_REASON_CHARS]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file for its owner alone, under another name first: a reader sees a whole one or
+    none, and nothing is left of one that cannot be completed. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.common.file_states import States, check_unchanged
+from quire.common.small_files import write_whole
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.tiers import RestoreCosts, StoredPrefixes, TierStats
 from quire.core.step_cost import StepCostModel, block_costs
@@ -206,7 +207,7 @@ def _weights_digest(files: ModelFiles, folder: Path | None) -> list[str]:
         found[name] = record
     is_new = any(known.get(name) != record for name, record in found.items())
     if folder is not None and is_new:
-        _write_digests(folder, {**known, **found})
+        write_whole(folder / _DIGESTS, json.dumps({**known, **found}))
     return [str(record[-1]) for record in found.values()]
 
 
@@ -226,11 +227,3 @@ def _read_digests(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _write_digests(folder: Path, digests: dict[str, Any]) -> None:
-    """Under another name first: a reader sees a whole file or none."""
-    descriptor, name = tempfile.mkstemp(dir=folder)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(digests, file)
-    os.replace(name, folder / _DIGESTS)

@@ -9,14 +9,12 @@ machine is not used.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from quire.common.small_files import write_whole
 from quire.core.step_cost import StepCostModel, UnitCosts
 from quire.engine.plan.machine import Machine
 from quire.models.declaration import DecoderSpec
@@ -125,23 +123,14 @@ class StepCostFile:
             self.save()
 
     def save(self) -> None:
-        """Write the file, if anything was learned: under another name first,
-        so that a reader sees a whole one or none."""
+        """Write the file, if anything was learned."""
         if self._has_failed or self._model.num_observed == self._num_saved:
             return
         self._num_saved = self._model.num_observed
         record = json.dumps({"cpu": self._cpu_name, **self._model.saved()})
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.stem)
-            try:
-                with os.fdopen(descriptor, "w") as file:
-                    file.write(record)
-                os.replace(name, self._path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
+            write_whole(self._path, record)
         except OSError as error:
             self._has_failed = True
             logger.warning("step costs could not be kept in %s: %s", self._path, error)
