@@ -7,11 +7,13 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from quire.config.paths import expanded_path
 from quire.errors import ConfigError
 
 TOOL_PARSERS = ("hermes", "mistral", "llama3_json", "harmony")
 REASONING_PARSERS = ("think", "mistral", "harmony")
 METRICS_PREFIXES = ("quire", "vllm")
+_PATHS = ("api_keys_file", "chat_template", "lora_folder", "weights_folder", "data_folder")
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?\Z")
@@ -131,6 +133,9 @@ class ApiConfig:
     max_stored_bytes: int = _option(64 << 20, "memory for them")
 
     def __post_init__(self) -> None:
+        for name in _PATHS:
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, expanded_path(name, given))
         for item in fields(self):
             value = getattr(self, item.name)
             choices = item.metadata.get("choices")

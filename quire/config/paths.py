@@ -18,21 +18,27 @@ def checked_path(option: str, value: Any) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
         raise ConfigError(
-            f"{option}={value!r:.{_MAX_SHOWN_CHARS}} must be text: the name of a folder"
+            f"{option}={value!r:.{_MAX_SHOWN_CHARS}} must be text: the name of a file or folder"
         )
     if not is_possible(text):
         raise ConfigError(
             f"{option}={text[:_MAX_SHOWN_CHARS]!r}: no file has such a name, or so long a one; "
-            "give another folder"
+            "give another"
         )
     try:
         Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(
             f"{option}={text[:_MAX_SHOWN_CHARS]!r}: the home of this user is not known; give the "
-            "whole name of the folder"
+            "whole name"
         ) from None
     return text
+
+
+def expanded_path(option: str, value: Any) -> str:
+    """Return the same with the home folder in place of "~", which no shell puts there behind an
+    equals sign. Raises ConfigError."""
+    return str(Path(checked_path(option, value)).expanduser())
 
 
 def is_possible(text: str) -> bool:

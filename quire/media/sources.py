@@ -33,4 +33,4 @@ class MediaAccess:
     @classmethod
     def of_options(cls, domains: Sequence[str], folder: str) -> MediaAccess:
         """Return what an operator's options allow."""
-        return cls(domains, Path(folder) if folder else None)
+        return cls(domains, Path(folder).expanduser() if folder else None)

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
 from quire.errors import ConfigError, QuireError
+from quire.media.sources import MediaAccess
 
 VALUES: tuple[Any, ...] = (
     -1, 1.5, float("nan"), 10**30, True, "\0", "\ud800", "9" * 5000, "~nobody-is-called-so/x",
@@ -40,3 +42,26 @@ def test_a_folder_is_text_or_a_path(name: str) -> None:
         with pytest.raises(ConfigError, match=f"^{name}="):
             EngineConfig.from_options("m", {name: wrong})
     assert EngineConfig(model=Path("m")).model == "m"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["api_keys_file", "chat_template", "lora_folder", "weights_folder", "data_folder"]
+)
+def test_a_path_of_the_server_may_begin_with_the_home_folder(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell expands it behind an equals sign: a folder named "~" was made in the current one."""
+    monkeypatch.setenv("HOME", "/home/of-tests")
+    given: dict[str, Any] = {name: "~/some/place"}
+    assert getattr(ApiConfig(**given), name) == "/home/of-tests/some/place"
+    for wrong in (5, "", "a\0b", "9" * 300, "~nobody-is-called-so"):
+        given = {name: wrong}
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            ApiConfig(**given)
+
+
+def test_the_folder_of_images_may_begin_with_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert MediaAccess.of_options((), "~/images").folder == tmp_path / "images"

@@ -155,7 +155,7 @@ def test_t19_an_engine_that_freezes_is_replaced_and_costs_no_answer() -> None:
         (["--drain-timeout", "-1"], "drain_timeout=-1.0"),
         (["--max-model-len", "100000000"], "max_model_len"),
         (["--prot", "1"], "did you mean --port"),
-        (["--api-keys-file", "/nowhere/keys.toml"], "keys file"),
+        (["--api-keys-file", "/nowhere/keys.toml"], "api_keys_file='/nowhere/keys.toml'"),
         (["--data-folder", "/proc/nowhere"], "data_folder"),
         (["--chat-template", "/nowhere"], "chat_template"),
         (["--kv-cache-memory", "1KiB"], "kv_cache_memory"),

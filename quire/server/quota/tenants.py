@@ -181,7 +181,7 @@ def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the keys file cannot be read: {error.strerror}") from None
+        raise ConfigError(f"api_keys_file={str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the keys file is not valid TOML ({type(error).__name__}); see the guide to serving"

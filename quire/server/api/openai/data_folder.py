@@ -34,18 +34,18 @@ class DataFolder:
     """One folder. Raises ConfigError where it cannot be made or another server has it."""
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+        self.root, named = Path(root), f"data_folder={str(root)!r}"
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
-                raise ConfigError("data_folder: it cannot be written; choose another")
+                raise ConfigError(f"{named} cannot be written; choose another")
             self._lock = self._take_lock()
         except BlockingIOError:
-            raise ConfigError(
-                "data_folder: another server uses it; give each server its own"
-            ) from None
+            message = f"{named} is used by another server; give each its own"
+            raise ConfigError(message) from None
         except OSError as error:
-            raise ConfigError(f"data_folder: it cannot be used: {error.strerror}") from None
+            message = f"{named} cannot be used: {error.strerror}; choose another"
+            raise ConfigError(message) from None
 
     def close(self) -> None:
         """Leave the folder to others."""
