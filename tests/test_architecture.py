@@ -191,7 +191,7 @@ MAX_LINES = {
     "quire/engine": 15_600,
     "quire/executor": 1_200,
     "quire/grammar": 2_000,
-    "quire/kernels": 10_300,
+    "quire/kernels": 10_350,
     "quire/lora": 1_500,
     "quire/media": 1_200,
     "quire/models": 5_200,

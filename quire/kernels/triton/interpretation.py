@@ -10,6 +10,7 @@ a function within a kernel, which takes longer than all the rest; once is enough
 sum and product of integers a second time, in 64 bits, for an assertion against overflow that is
 only made in a debugging mode. It lists all of numpy's types wherever it needs one. And for each
 value that it computes it checks the sizes of its block anew, and wraps each of them in objects.
+It makes each constant twice wherever it occurs, and walks the sizes of blocks that are alike.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def correct_interpreter() -> None:
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     interpreter._patch_lang_tensor = patch_lang_tensor
     _keep_types(tl, interpreter)
+    _shorten_operations(tl)
 
 
 def _keep_types(tl: Any, interpreter: Any) -> None:
@@ -114,6 +116,45 @@ def _keep_types(tl: Any, interpreter: Any) -> None:
 
     interpreter._get_np_dtype = get_np_dtype
     tl.block_type.__init__, tl.tensor.__init__ = new_block, new_tensor
+
+
+def _shorten_operations(tl: Any) -> None:
+    """Have constants made once, and operands of the same shape taken as they are."""
+    from triton.language import core, semantic
+
+    operations = semantic.TritonSemantic
+    plain_unwrap = core._unwrap_if_constexpr
+    plain_constant, plain_broadcast = operations.scalar_constant, operations.broadcast_impl_value
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        return value if kind is tl.tensor or kind is int else plain_unwrap(value)
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        if dtype is None or type(value) not in (int, float):
+            return plain_constant(self, value, dtype)
+        key = dtype.name, type(value), value
+        if key not in constants:
+            if len(constants) >= _MAX_CONSTANTS:
+                constants.clear()
+            constants[key] = plain_constant(self, value, dtype)
+            constants[key].handle.data.flags.writeable = False
+        return constants[key]
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        # `_keep_types` has one object for each shape; numbers have the empty one.
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        return plain_broadcast(self, lhs, rhs)
+
+    core._unwrap_if_constexpr = unwrap
+    operations.scalar_constant, operations.broadcast_impl_value = scalar_constant, broadcast
+
+
+_MAX_CONSTANTS = 4096
 
 
 def dot(a: Any, b: Any, sums: Any) -> Any:
