@@ -169,10 +169,16 @@ def measure(
             rate = generate(llm, num_requests, args.tokens, 2000 + 100 * seed, pools)
             rates[reads_ahead].append(rate)
             uses[reads_ahead].update(_difference(before, count(llm.engine.scheduler)))
+    pairs = list(zip(rates[True], rates.get(False, ()), strict=len(ways) > 1))
     num_tokens = args.rounds * num_requests * (args.tokens + 1)
     for way, use in uses.items():
         yield {
             **({"ahead": way} if len(ways) > 1 else {}),
+            **(
+                {"of_not_ahead": round(statistics.median(a / b for a, b in pairs), 3)}
+                if way and pairs
+                else {}
+            ),
             "tokens_per_s": round(statistics.median(rates[way]), 2),
             "hit_rate": round(use["hits"] / max(1, use["hits"] + use["misses"]), 3),
             "mib_read_per_token": round(use["bytes"] / num_tokens / 2**20, 2),
