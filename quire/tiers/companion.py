@@ -160,6 +160,8 @@ class StoredBlocks:
         self._is_closing = False
         self._is_working = not self._is_open
         """Whether the thread has something in its hands."""
+        self._in_hand: list[bytes] = []
+        """Digests of what it is writing."""
         self._thread: threading.Thread | None = None
         if is_threaded:
             self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
@@ -332,12 +334,13 @@ class StoredBlocks:
             self._news.append(TierNews("gone", 0, gone, medium=medium))
 
     def _run(self) -> None:
-        try:
-            self._open()
-            while self._work(_REFRESH_S):
-                pass
-        except Exception as error:
-            self._give_up(error)
+        has_more = True
+        while has_more:
+            try:  # behind a failure the host's memory is served, and what is in doubt dropped
+                self._open()
+                has_more = self._work(_REFRESH_S)
+            except Exception as error:
+                self._give_up(error)
         self._end()
 
     def _work_off(self) -> None:
@@ -369,6 +372,7 @@ class StoredBlocks:
                 if self._jobs or self._writes:
                     return True
             self._is_working = job is not None or bool(batch)
+            self._in_hand = [key.digest for key, _ in batch]
         if job is not None:
             self._carry_out(job)
         elif batch:
@@ -478,17 +482,26 @@ class StoredBlocks:
                 yield payload if compression is None else compression.unpack(payload)
 
     def _give_up(self, error: Exception) -> None:
-        """Store nothing from now on; what is in the host's memory stays."""
+        """Store nothing on a disk from now on; what is in the host's memory stays, and only what
+        was to get there is not."""
+        has_disk = self._store is not None or self._open_store is not None
+        message = (
+            "the KV cache on disk is not used any more"
+            if has_disk
+            else "blocks could not be kept in host memory"
+        )
         if isinstance(error, OSError | QuireError):
-            logger.error("the KV cache on disk is not used any more: %s", error)
+            logger.error("%s: %s", message, error)
         else:
-            log_failure(logger, "the KV cache on disk is not used any more", error)
+            log_failure(logger, message, error)
         with self._change:
             lost = () if self._store is None else self._store.digests
-            pending = {key.digest for key, _ in self._writes}
-            self._given_up = self._store
+            pending = {*self._in_hand, *(key.digest for key, _ in self._writes)}
+            if self._store is not None:
+                self._given_up = self._store
             self._store, self._open_store, self._is_open = None, None, True
             self._writes.clear()
+            self._in_hand.clear()
             self._backlog_bytes = 0
             if self._has_host:
                 self._gone(lost, "disk")
@@ -501,9 +514,6 @@ class StoredBlocks:
                 for number in self._wanted - self._fetched.keys() - queued
             ]
             self._change.notify_all()
-        if self._thread is not None:
-            while self._work(_REFRESH_S):  # the host's memory is served, what is in doubt dropped
-                pass
 
     def _end(self) -> None:
         for store in (self._store, self._given_up):

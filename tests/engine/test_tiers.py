@@ -36,6 +36,7 @@ from quire.engine.assembly.preparation import prepare_model
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError
 from quire.tiers import companion
+from quire.tiers.compression import Compression, Payload
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_exactness import LATENT
 from tests.engine.test_windows import GEMMA3
@@ -201,6 +202,32 @@ def test_a_compressed_tier_gives_back_what_is_near_to_what_was_computed(
     found = answers(engine)
     assert tiers.stats.num_restored_blocks > 0 and found != expected
     assert abs(first_logprob(found) - first_logprob(expected)) < 0.1
+
+
+def test_blocks_that_cannot_be_packed_cost_no_others(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_calls, pack = 0, Compression.pack
+
+    def fail_at_first(self: Compression, payload: Payload) -> Payload:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 2:
+            raise MemoryError
+        return pack(self, payload)
+
+    monkeypatch.setattr(Compression, "pack", fail_at_first)
+    options = {"block_size": 8, "num_blocks": 20, "kv_offloading_size": 0.01}
+    engine = make_engine(**options, kv_offloading_dtype="int8")
+    for number in range(6):
+        answers(engine, [[number + 3, *SHARED]])
+        settle(engine)
+    half = engine.executor.worker.companions.of("tiers")  # type: ignore[attr-defined]
+    assert num_calls > 2 and half._host.digests and not stats_of(engine).is_off
+    lines = [each.message for each in caplog.records if "tiers" in each.name]
+    assert len(lines) == 2 and all("kept in host memory" in each for each in lines)
+    tiers = stored_prefixes(engine.scheduler.admission.prerequisites)
+    assert tiers is not None and not tiers._offered, "they may be offered again"
 
 
 def first_logprob(answered: list[object]) -> float:
