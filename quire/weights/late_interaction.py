@@ -53,13 +53,17 @@ def read_late_interaction(folder: Path, mask: Mapping[str, Any] | None) -> LateI
         tasks = tasks if given is None else given
     if not isinstance(tasks, list):
         raise CheckpointError(f"{folder}: skiplist_tasks must be a list of tasks")
-    if not isinstance(words, list) or not all(isinstance(each, str) for each in words[:_MAX_WORDS]):
-        raise CheckpointError(f"{folder}: skiplist_words must be a list of words")
+    if not isinstance(words, list) or len(words) > _MAX_WORDS:
+        raise CheckpointError(
+            f"{folder}: skiplist_words must be a list of at most {_MAX_WORDS} words"
+        )
+    if not all(isinstance(each, str) for each in words):
+        raise CheckpointError(f"{folder}: skiplist_words must be words")
     length = sizes.get("query_length", config.get("query_length"))
     if length is None and mask is None:
         length = PYLATE_QUERY_LEN
     return LateInteraction(
-        skip_words=tuple(words[:_MAX_WORDS]) if "document" in tasks else (),
+        skip_words=tuple(words) if "document" in tasks else (),
         skips_queries="query" in tasks,
         expansion=_expansion(folder, sizes, config, is_older=mask is None),
         query_len=None if length is None else _length(folder, "query_length", length),

@@ -327,7 +327,13 @@ def test_pylates_folders_are_read_too(tmp_path: Path, texts: list[str]) -> None:
     ("name", "content", "complaint"),
     [
         ("2_MultiVectorMask/config.json", {"keep_only_token_ids": [1]}, "keep_only_token_ids"),
-        ("2_MultiVectorMask/config.json", {"skiplist_words": "abc"}, "a list of words"),
+        (
+            "2_MultiVectorMask/config.json",
+            {"skiplist_words": "abc"},
+            "a list of at most 65536 words",
+        ),
+        ("2_MultiVectorMask/config.json", {"skiplist_words": ["a"] * 65537}, "at most 65536 words"),
+        ("2_MultiVectorMask/config.json", {"skiplist_words": [5]}, "must be words"),
         ("2_MultiVectorMask/config.json", {"skiplist_tasks": 5}, "a list of tasks"),
         ("sentence_bert_config.json", {"query_expansion": {"length": 0}}, "a number of tokens"),
         ("config_sentence_transformers.json", {"similarity_fn_name": "dot"}, "'dot' is not"),
