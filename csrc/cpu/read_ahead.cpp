@@ -11,10 +11,10 @@
 
 namespace quire {
 
-#if defined(__linux__) && defined(RWF_NOWAIT)
-
 // One call reads no more than the device's `read_ahead_kb`, which is 128 unless set.
 static constexpr int64_t PIECE_BYTES = 128 << 10;
+
+#if defined(__linux__) && defined(RWF_NOWAIT)
 
 bool is_cached(int descriptor, int64_t place) {
     char byte;
@@ -27,8 +27,6 @@ static void begin_reading(int descriptor, const FilePart &piece) {
 }
 
 #else
-
-static constexpr int64_t PIECE_BYTES = 128 << 10;
 
 bool is_cached(int, int64_t) { return true; }
 static void begin_reading(int, const FilePart &) {}
