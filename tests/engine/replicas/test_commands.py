@@ -22,6 +22,7 @@ from quire.engine.process.watch import WatchConfig
 from quire.engine.replicas.engine import ReplicatedEngine
 from quire.errors import EngineError, NotAvailableError, QuireError
 from tests.engine.replicas.test_processes import NULL_ENGINE, OPTIONS, _answer, _client, _run
+from tests.engine.replicas.test_processes import _until as until_ready
 
 pytestmark = pytest.mark.slow
 
@@ -180,10 +181,16 @@ def test_a_replica_that_is_given_up_is_not_waited_for(tiny_config: Path) -> None
 def test_a_server_updates_its_replicas_one_after_another(tiny_config: Path) -> None:
     async def scenario() -> None:
         async with _client(tiny_config, silence_timeout_s=2.0) as client:
+
+            async def answers(round_: str) -> list[list[list[int]]]:
+                """Of requests that come at once, so that both replicas have some."""
+                asked = [_answer(client, 1, f"{round_} {each}") for each in range(4)]
+                return await asyncio.gather(*asked)
+
             assert client.weight_version == "0"
             first = await _answer(client, 1, "first")
             assert await client.update_weights("5") == "1"
-            fifth = [await _answer(client, 1, f"fifth {each}") for each in range(4)]
+            fifth = await answers("fifth")
             assert all(each == fifth[0] for each in fifth) and fifth[0] != first
             pid = client.status().replicas[1].engine_pid
             assert pid is not None
@@ -195,8 +202,8 @@ def test_a_server_updates_its_replicas_one_after_another(tiny_config: Path) -> N
             with pytest.raises(QuireError):
                 await update
             assert client.weight_version == "1"
-            answers = [await _answer(client, 1, f"again {each}") for each in range(4)]
-            assert answers == fifth
+            await until_ready(lambda: all(each.is_ready for each in client.status().replicas))
+            assert await answers("again") == fifth
 
     _run(scenario)
 
