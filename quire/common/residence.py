@@ -12,6 +12,7 @@ KV_CACHE = "kv_cache"
 PARTS = (WEIGHTS, KV_CACHE)
 RPC_METHODS = ("update_weights", "sleep", "wake_up", "reset_prefix_cache")
 """What trainers call of every worker by name."""
+UNDER_WAY = "an update of the weights is under way; wait for it"
 _VERSION = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}", re.ASCII)
 
 

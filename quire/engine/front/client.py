@@ -22,7 +22,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from quire.common.residence import check_level, check_parts, check_requests, check_version
+from quire.common.residence import (
+    UNDER_WAY,
+    check_level,
+    check_parts,
+    check_requests,
+    check_version,
+)
 from quire.core.kvcache.events import KVEventBatch
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import FIRST_VERSION
@@ -376,7 +382,7 @@ class Client:
         QuireError where the weights cannot be taken; nothing has changed then."""
         waits = check_requests(requests)
         if self._update is not None and not self._update.done():
-            raise EngineError("an update of the weights is under way; wait for it")
+            raise EngineError(UNDER_WAY)
         version = check_version(version, self._num_updates + 1)
         self._num_updates += 1
         self._update = asyncio.create_task(self._update_all(folder, version, waits))

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from quire.common.failures import log_failure
+from quire.common.residence import UNDER_WAY
 from quire.common.threads import close_at_exit
 from quire.engine.front.client import EngineStatus, Question, Seen
 from quire.engine.front.outputs import RequestOutput
@@ -23,7 +24,7 @@ from quire.engine.front.streams import OutputSink, Post, send
 from quire.engine.loop.counters import count
 from quire.engine.loop.engine import Engine
 from quire.engine.process.messages import Done, UpdateWeights
-from quire.engine.process.service import UNDER_WAY, answer
+from quire.engine.process.service import answer
 from quire.engine.process.updates import WeightUpdate
 from quire.errors import EngineError, QuireError
 

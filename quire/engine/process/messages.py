@@ -16,13 +16,13 @@ import msgspec
 from quire.core.grammars import Grammar
 from quire.core.kvcache.events import KVEventBatch
 from quire.core.plan import ThinkTagTokens, TokenLogprobs
-from quire.core.request import FIRST_VERSION, CacheMiss
+from quire.core.request import CacheMiss
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.loop.cache import CachedTokens, CacheQuestion, Cleared
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"
@@ -251,8 +251,6 @@ class Done(_TaggedMessage, frozen=True):
     error: str | None = None
     is_lasting: bool = False
     """Whether this engine will never do it."""
-    version: str = FIRST_VERSION
-    """Of the weights that it computes with."""
 
 
 Seen = Inspected | InspectedBlock | CacheAnswered

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from quire.common.residence import UNDER_WAY
 from quire.core.kvcache.events import KVEventBatch
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
@@ -48,7 +49,6 @@ _MAX_UNSENT_BYTES = 8 << 20
 """A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
 _LOADING_S = 0.01
 """So often an engine that has nothing to do looks whether its next weights are loaded."""
-UNDER_WAY = "an update of the weights is under way; wait for it"
 _FLUSH_S = 0.25
 """So often such a server is tried again."""
 
@@ -122,8 +122,7 @@ class Service:
             return self._add(message)
         if isinstance(message, UpdateWeights):
             if self._update is not None:
-                loop = self.loop
-                return Done(message.number, loop.asleep, UNDER_WAY, version=loop.weight_version)
+                return Done(message.number, self.loop.asleep, UNDER_WAY)
             self._update = WeightUpdate(self.loop, message)
             return None
         if isinstance(message, Question | Sleep | WakeUp):
@@ -241,10 +240,8 @@ def _carry_out(loop: StepLoop, command: Sleep | WakeUp) -> Done:
             loop.wake_up(command.parts)
     except QuireError as error:
         is_lasting = isinstance(error, NotAvailableError)
-        return Done(
-            command.number, loop.asleep, str(error), is_lasting, version=loop.weight_version
-        )
-    return Done(command.number, loop.asleep, version=loop.weight_version)
+        return Done(command.number, loop.asleep, str(error), is_lasting)
+    return Done(command.number, loop.asleep)
 
 
 def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDelta:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from quire.common.failures import log_failure
-from quire.core.request import FIRST_VERSION, FinishReason
+from quire.core.request import FinishReason
 from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
@@ -357,10 +357,9 @@ class Supervisor:
         dropped = [*self._running.values(), *self._questions]
         self._running.clear()
         self._questions.clear()
-        version = FIRST_VERSION if self._weights is None else self._weights.version
         for each in dropped:
             if isinstance(each, Command):
-                self.show(Done(each.number, self._asleep, reason, version=version))
+                self.show(Done(each.number, self._asleep, reason))
             elif isinstance(each, AskCache):
                 self.show(CacheAnswered(each.number))
 

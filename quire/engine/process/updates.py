@@ -41,8 +41,7 @@ class WeightUpdate:
             except QuireError as error:
                 self._error = str(error)
             self._loaded = None
-        loop = self._loop
-        return Done(self.command.number, loop.asleep, self._error, version=loop.weight_version)
+        return Done(self.command.number, self._loop.asleep, self._error)
 
     def _load(self) -> None:
         try:
