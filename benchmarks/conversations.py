@@ -4,20 +4,24 @@ Two kinds of files are read. A trace with block hashes says itself which prompts
 conversation is a request and all that continue it, in order of arrival. A table of lengths without
 hashes (ShareGPT's, whose rows are the turns of one conversation after the other) is one where a
 prompt is at least as long as the prompt and the answer before it; these conversations take turns.
-Lengths may be divided, so that a trace of long prompts fits a small machine: what is shared is
-divided with them.
+Conversations are taken whole, all their turns that fit, so that first turns are no larger a share
+of a sample than of its trace. Lengths may be divided, so that a trace of long prompts fits a small
+machine: what is shared is divided with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from quire.bench.tiers import prompts_of
 from quire.common.numbers import ceil_div
 from quire.common.seeds import mix64
 from quire.sim.traces import Trace, TraceRequest, read_trace
+
+_T = TypeVar("_T")
 
 _FIRST_TOKEN = 3
 """Below are the ids of special tokens, in most vocabularies."""
@@ -42,13 +46,25 @@ class Turn:
 def conversations(
     path: Path, num_turns: int, *, divide: int, max_len: int, min_turns: int, vocab_size: int
 ) -> list[Turn]:
-    """Return the first turns of conversations that have `min_turns` and more, the longest of
-    `max_len` tokens, in the order in which they come."""
+    """Return the turns of the conversations that begin first, which have `min_turns` and more of at
+    most `max_len` tokens, in the order in which they come; `num_turns` or a few less."""
     trace = read_trace(path)
     if any(request.hashes for request in trace.requests):
         return _hashed(trace, num_turns, divide, max_len, min_turns, vocab_size)
     found = _by_lengths(trace, divide, max_len, min_turns)
-    return list(_in_turns(found, num_turns, min_turns, vocab_size))
+    return list(_in_turns(list(_whole(found, num_turns)), vocab_size))
+
+
+def _whole(found: Iterable[list[_T]], num_turns: int) -> Iterator[list[_T]]:
+    """Yield the first conversations that have `num_turns` together; a single one may be cut."""
+    left = num_turns
+    for turns in found:
+        if len(turns) > left:
+            if left == num_turns:
+                yield turns[:left]
+            return
+        left -= len(turns)
+        yield turns
 
 
 def _hashed(
@@ -73,7 +89,7 @@ def _hashed(
 
 
 def _chosen(trace: Trace, num_turns: int, divide: int, max_len: int, min_turns: int) -> list[int]:
-    """Numbers of the first requests of the conversations that begin first, in order of arrival.
+    """Numbers of the requests of the conversations that begin first, in order of arrival.
 
     A request continues the latest one that has the last hash that both have, if that is more than
     half of it: a prefix that everybody shares makes no conversation."""
@@ -90,8 +106,7 @@ def _chosen(trace: Trace, num_turns: int, divide: int, max_len: int, min_turns: 
             members.setdefault(first, []).append(number)
         last_with.update(dict.fromkeys(request.hashes, number))
     found = [members[first] for first in sorted(members) if len(members[first]) >= min_turns]
-    chosen = found[: max(1, num_turns // min_turns)]
-    return sorted(number for numbers in chosen for number in numbers[:min_turns])
+    return sorted(number for numbers in _whole(found, num_turns) for number in numbers)
 
 
 def _by_lengths(trace: Trace, divide: int, max_len: int, min_turns: int) -> list[list[_Lengths]]:
@@ -119,16 +134,14 @@ def _lengths(request: TraceRequest, divide: int) -> _Lengths:
     return _Lengths(prompt, prompt + request.num_output_tokens // divide)
 
 
-def _in_turns(
-    found: list[list[_Lengths]], num_turns: int, min_turns: int, vocab_size: int
-) -> Iterator[Turn]:
-    """So many conversations, the first turns of all before the second ones."""
-    chosen = found[: max(1, num_turns // min_turns)]
-    for place in range(min_turns):
+def _in_turns(chosen: list[list[_Lengths]], vocab_size: int) -> Iterator[Turn]:
+    """The first turns of all conversations before the second ones."""
+    for place in range(max(map(len, chosen), default=0)):
         for number, lengths in enumerate(chosen):
-            text = tuple(
-                _FIRST_TOKEN + mix64(number << 32 | position) % (vocab_size - _FIRST_TOKEN)
-                for position in range(lengths[place].history)
-            )
-            known = lengths[place - 1].history if place else 0
-            yield Turn(text[: lengths[place].prompt], text, known)
+            if place < len(lengths):
+                text = tuple(
+                    _FIRST_TOKEN + mix64(number << 32 | position) % (vocab_size - _FIRST_TOKEN)
+                    for position in range(lengths[place].history)
+                )
+                known = lengths[place - 1].history if place else 0
+                yield Turn(text[: lengths[place].prompt], text, known)

@@ -44,13 +44,18 @@ def known(turns: list[Turn], number: int) -> int:
 
 
 def test_hashes_say_which_turn_continues_which(hashed: Path) -> None:
-    turns = conversations(hashed, 9, **SHAPE)
-    assert len(turns) == 9
-    assert [turn.is_continuing for turn in turns] == [False] * 3 + [True] * 6
-    assert [len(turn.prompt) for turn in turns] == [30] * 3 + [46] * 3 + [62] * 3
+    turns = conversations(hashed, 12, **SHAPE)
+    assert [turn.is_continuing for turn in turns] == [False] * 3 + [True] * 9
+    assert [len(turn.prompt) for turn in turns] == [30] * 3 + [46] * 3 + [62] * 3 + [78] * 3
     for number, turn in enumerate(turns):
         assert turn.history == turn.prompt and max(turn.prompt) < 500
         assert abs(known(turns, number) - turn.num_known) <= 8, "half a block of the trace"
+
+
+@pytest.mark.parametrize(("num_asked", "num_found"), [(12, 12), (11, 8), (4, 4), (3, 3)])
+def test_conversations_are_taken_whole(hashed: Path, num_asked: int, num_found: int) -> None:
+    """Cut ones would have too many first turns; only a single one may be cut."""
+    assert len(conversations(hashed, num_asked, **SHAPE)) == num_found
 
 
 def test_lengths_say_it_where_there_are_no_hashes(tmp_path: Path) -> None:
@@ -72,12 +77,12 @@ def test_an_engine_that_starts_anew_finds_what_one_finds_that_goes_on(
     """Of a model that is large enough for restoring to pay; its weights are not read."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
     figures = tmp_path / "figures.json"
-    options = ["--divide", "1", "--min-turns", "3", "--turns", "9", "--after", "5"]
+    options = ["--divide", "1", "--min-turns", "3", "--turns", "12", "--after", "5"]
     code = tiers.main(
         ["restart", "--simulate", "--model", str(tmp_path), "--trace", str(hashed),
          "--vocab-size", "500", "--threads", "1", "--json", str(figures), *options]
     )  # fmt: skip
     assert code == 0 and "started anew" in capsys.readouterr().out
     before, going_on, anew = json.loads(figures.read_text())["num_hit_tokens"]
-    assert len(before) == 4 and len(going_on) == 5 and sum(anew) > 0
+    assert len(before) == 7 and len(going_on) == 5 and sum(anew) > 0
     assert anew == going_on
