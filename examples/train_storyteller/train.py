@@ -1,4 +1,4 @@
-"""Train the storyteller within a budget of wall-clock minutes; run it again to go on after a stop.
+"""Train the storyteller within a budget of minutes; run it again to go on after a stop.
 
 Owns the training loop and its log. `python -m examples.train_storyteller.train --minutes 100`
 """
@@ -38,6 +38,7 @@ LOG_STEPS = 20
 CHECKPOINT_S = 180.0
 EVALUATION_S = 480.0
 MAX_GRAD_NORM = 1.0
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.monotonic, "processor": time.thread_time}
 SHORT_TALES = (0.65, 0.25)
 """Shares of short whole tales and of openings under `--short-tales`;
 the rest are passages from anywhere."""
@@ -92,6 +93,10 @@ class TrainingOptions:
     is_compiled: bool = False
     start: Path | None = None
     """Folder of an exported model that a new run begins with, at its full depth."""
+    rate: float = 1.0
+    """Factor on all learning rates."""
+    clock: Callable[[], float] = time.monotonic
+    """What the budget is counted by, in seconds."""
 
 
 class Trainer:
@@ -147,12 +152,12 @@ class Trainer:
 
     def train(self, data: TrainingData) -> None:
         """Step until the budget is spent; save every few minutes and at the end."""
-        last = saved = evaluated = time.monotonic()
+        last = saved = evaluated = self.options.clock()
         while self.progress < 1.0:
             self._grow_if_due()
             for batch in data.pool.batches(self.state.pool_index, self.progress):
                 self._step(batch)
-                now = time.monotonic()
+                now = self.options.clock()
                 self.state.elapsed_s += now - last
                 last = now
             self.state.pool_index += 1
@@ -171,7 +176,7 @@ class Trainer:
         loss = self._loss(batch.ids.to(device), batch.targets.to(device), batch.weights.to(device))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-        self.optimizer.step(schedule(state.num_steps, self.progress))
+        self.optimizer.step(self.options.rate * schedule(state.num_steps, self.progress))
         state.num_steps += 1
         state.num_tokens += batch.num_tokens
         self._losses.append(float(loss.detach()))
@@ -209,8 +214,16 @@ def parse_arguments() -> argparse.Namespace:
         "--run", type=Path, default=Path("build/storyteller"), help="folder of the checkpoints"
     )
     parser.add_argument(
-        "--minutes", type=float, default=100.0, help="wall-clock budget of the whole run"
+        "--minutes", type=float, default=100.0, help="budget of the whole run by --clock"
     )
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="processor: only the main thread's running time counts, so that a pause, or other "
+        "work on the machine, does not use up the budget (on a CPU)",
+    )
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on all learning rates")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
@@ -245,7 +258,14 @@ def main() -> None:
     torch.set_flush_denormal(True)  # numbers below 1e-38 are slow and mean nothing here
     random.seed(arguments.seed)
     data = prepare_data(arguments)
-    options = TrainingOptions(arguments.seed, arguments.device, arguments.compile, arguments.start)
+    options = TrainingOptions(
+        arguments.seed,
+        arguments.device,
+        arguments.compile,
+        arguments.start,
+        arguments.rate,
+        CLOCKS[arguments.clock],
+    )
     trainer = Trainer(arguments.run, arguments.minutes * 60, options)
     print(f"{len(data.held_out)} held-out batches", flush=True)
     trainer.train(data)
