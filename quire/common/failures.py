@@ -9,6 +9,14 @@ from __future__ import annotations
 
 import logging
 
+from quire.errors import CapacityError, EngineError, QuireError
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether building an engine, or a part of one, would fail in the same way once more:
+    not where a process was lost meanwhile, nor where memory may come free."""
+    return isinstance(error, QuireError) and not isinstance(error, CapacityError | EngineError)
+
 
 def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
     """Log at ERROR that `what` failed with this type of error, and at DEBUG the traceback."""

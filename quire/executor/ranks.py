@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from quire.core.plan import BlockCopy, CompanionError, StepPlan, StepResult
+from quire.errors import EngineError
 from quire.executor.inline import InlineExecutor
 from quire.executor.interface import Launched, StepLostError
 from quire.kernels.interface import ForwardPass, Kernels
@@ -113,8 +114,11 @@ class RanksExecutor(InlineExecutor):
         """Start the other ranks anew. Always raises: the step is lost, or, after several losses in
         a row, its requests are, too."""
         logger.error("a rank is lost; %d processes are replaced", self.group.shape.size - 1)
-        self.group.restart()  # where it fails, the next step finds the group lost
         self._num_losses += 1
+        try:
+            self.group.restart()
+        except EngineError as failed:  # one of the new ones is lost, too: the next step finds it so
+            reason = str(failed)
         if self._num_losses > MAX_LOSSES:
             self._num_losses = 0
             error = GroupLostError(f"{MAX_LOSSES} groups in a row were lost: {reason}")

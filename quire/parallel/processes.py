@@ -1,8 +1,9 @@
 """The processes of the other ranks: started, watched, ended, and started anew.
 
-A rank is told what to build by one line of JSON on its standard input, answers with one line when
-it is ready, and lives as long as that input stays open: it ends with the process that started it,
-however that ended.
+A rank is told what to build by one line of JSON on its standard input, gives signs of life while it
+does so, each an empty object on a line of its standard output, and then answers with a line that
+says that it is ready, or why it is not. It lives as long as its input stays open: it ends with the
+process that started it, however that ended.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from typing import Any, Protocol
 from quire.errors import ConfigError, EngineError
 
 BEAT_INTERVAL_S = 0.25
+LOADING_SILENCE_S = 60.0
+"""That a rank may be silent while it is loading, or longer, where it may be longer while it is
+computing: torch alone has taken 6 s to import on a busy machine, which is not interrupted."""
 _LOOK_INTERVAL_S = 0.05
+_MOST_COUNTED_S = 0.1
+"""Of silence at a time: where this process was stopped itself, or did not look, no time passed."""
 _KILL_TIMEOUT_S = 10.0
 _MAX_ANSWER_CHARS = 1 << 16
 
@@ -83,12 +89,17 @@ class RankProcess:
         try:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
-                pass_fds=filenos, start_new_session=True,
+                pass_fds=filenos,
+                # not the terminal's, whose Ctrl-C is for this process; but of its session, so that
+                # the system wakes a rank that is stopped when this process ends, and it ends, too
+                process_group=0,
             )  # fmt: skip
         except OSError as error:
             raise EngineError(f"a rank cannot be started: {type(error).__name__}") from error
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_ready = False
+        self._patience_s = max(LOADING_SILENCE_S, start.get("silence_s", 0.0))
+        self._silent_s, self._looked_s = 0.0, time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -116,15 +127,31 @@ class RankProcess:
                 raise EngineError(f"a rank is not loaded in time (process {self.pid})")
 
     def _look(self, timeout_s: float) -> bool:
-        if not self._is_ready:
-            with contextlib.suppress(queue.Empty):
-                answer = json.loads(self._answers.get(timeout=timeout_s) or b"{}")
-                if "error" in answer:
-                    raise ConfigError(str(answer["error"]))
-                if not answer.get("ready"):
-                    raise EngineError(f"a rank ended while it was loading (process {self.pid})")
-                self._is_ready = True
+        while not self._is_ready:
+            try:
+                line = self._answers.get(timeout=timeout_s)
+            except queue.Empty:
+                self._count_silence()
+                break
+            self._silent_s = 0.0
+            if not line:
+                raise EngineError(f"a rank ended while it was loading (process {self.pid})")
+            answer = json.loads(line)
+            if "error" in answer:
+                is_final = answer.get("is_final", True)
+                raise (ConfigError if is_final else EngineError)(str(answer["error"]))
+            self._is_ready = bool(answer.get("ready"))
         return self._is_ready
+
+    def _count_silence(self) -> None:
+        now_s = time.monotonic()
+        self._silent_s += min(now_s - self._looked_s, _MOST_COUNTED_S)
+        self._looked_s = now_s
+        if self._silent_s > self._patience_s:
+            raise EngineError(
+                f"a rank gave no sign of life for {self._silent_s:.0f} s while it was loading "
+                f"(process {self.pid})"
+            )
 
     def kill(self) -> None:
         """End it, frozen or not, and wait until the system has taken back what it held."""
@@ -140,7 +167,9 @@ class RankProcess:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError):  # closed by `kill`
-            self._answers.put(self._process.stdout.readline(_MAX_ANSWER_CHARS))
+            while line := self._process.stdout.readline(_MAX_ANSWER_CHARS):
+                self._answers.put(line)
+            self._answers.put(b"")
 
 
 class Watcher:

@@ -15,18 +15,11 @@ import pytest
 from ranks import LATENT, OLMOE, answers, engine_of, needs_ranks, ranks_of, write_model
 
 from quire.errors import ConfigError
+from quire.executor.ranks import MAX_LOSSES
 from quire.kernels.cpu.program import NativeProgram
-from quire.parallel.processes import RankProcess
+from quire.parallel.processes import LocalPlaces, RankProcess
 
 pytestmark = needs_ranks
-
-
-def test_a_process_that_cannot_be_built_says_why_at_whatever_length() -> None:
-    script = "import json; print(json.dumps({'error': 'é' * 4096}))"
-    process = RankProcess((sys.executable, "-c", script), {}, ())
-    with pytest.raises(ConfigError, match=r"^é{4096}$"):
-        process.wait_ready(time.monotonic() + 60.0)
-    process.kill()
 
 
 @pytest.mark.slow
@@ -101,6 +94,29 @@ def test_a_process_that_dies_in_the_middle_of_a_step_is_noticed(tmp_path: Path) 
             threading.Timer(delay, os.kill, (group.pids[turn], signal.SIGKILL)).start()
             assert answers(engine) == expected
             time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_one_that_dies_while_it_replaces_another_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    with engine_of(folder) as engine:
+        expected = answers(engine)
+    with engine_of(folder, tensor_parallel_size=2) as engine:
+        group, start, doomed = ranks_of(engine).group, LocalPlaces.start, list[int]()
+
+        def start_doomed(*args: Any) -> RankProcess:
+            process = start(*args)
+            if len(doomed) < MAX_LOSSES - 1:
+                doomed.append(process.pid)
+                os.kill(process.pid, signal.SIGKILL)
+            return process
+
+        monkeypatch.setattr(LocalPlaces, "start", start_doomed)
+        os.kill(group.pids[0], signal.SIGKILL)
+        assert answers(engine) == expected
+        assert len(doomed) == MAX_LOSSES - 1
 
 
 UNCLOSED = """

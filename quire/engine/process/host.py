@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from quire.common import garbage
-from quire.common.failures import log_failure
+from quire.common.failures import is_final, log_failure
 from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
@@ -36,7 +36,7 @@ from quire.engine.process.messages import (
     StartFailed,
 )
 from quire.engine.process.service import Service
-from quire.errors import CapacityError, EngineError, QuireError
+from quire.errors import EngineError, QuireError
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,8 @@ class Host:
                 else f"the engine could not be built: {type(error).__name__}"
             )
             # Memory may come free, for instance once the system has taken back what the engine
-            # before this one held.
-            self._channel.send(
-                StartFailed(message, is_expected and not isinstance(error, CapacityError))
-            )
+            # before this one held; and a rank that was killed may be built the next time.
+            self._channel.send(StartFailed(message, is_final(error)))
             raise ChannelClosed("nothing to serve") from error
         service = Service(loop)
         garbage.settle()

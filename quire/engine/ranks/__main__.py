@@ -3,21 +3,23 @@ input, and over when that is closed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from quire.common.failures import log_failure
+from quire.common.failures import is_final, log_failure
 from quire.common.file_states import check_unchanged
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
+from quire.parallel.processes import BEAT_INTERVAL_S
 
 if TYPE_CHECKING:
     from quire.core.adapters import AdapterOrder
@@ -46,13 +48,14 @@ def main() -> int:
     logging.basicConfig(format=f"quire: rank {start['rank']}: %(levelname)s: %(message)s")
     threading.Thread(target=_end_with_input, name="quire-parent", daemon=True).start()
     try:
-        serve, end = _build(start)
+        with _signs_of_life(answers):
+            serve, end = _build(start)
     except Exception as error:
         is_expected = isinstance(error, QuireError)
         if not is_expected:
             log_failure(logger, "the rank could not be built", error)
         text = str(error) if is_expected else f"a rank could not be built: {type(error).__name__}"
-        _answer(answers, {"error": text[:_MAX_ERROR_CHARS]})
+        _answer(answers, {"error": text[:_MAX_ERROR_CHARS], "is_final": is_final(error)})
         return 1
     _answer(answers, {"ready": True})
     try:
@@ -80,7 +83,6 @@ def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], Callable[[], N
     from quire.engine.assembly.threads import set_num_threads
     from quire.engine.plan.machine import Machine
     from quire.engine.ranks.launch import facts
-    from quire.parallel.processes import BEAT_INTERVAL_S
     from quire.parallel.sections import GroupShape
     from quire.parallel.transports import GroupMemory, join
 
@@ -177,6 +179,25 @@ def _connect(
         follower.serve(lambda: True, wait_s)
 
     return serve
+
+
+@contextlib.contextmanager
+def _signs_of_life(answers: TextIO) -> Iterator[None]:
+    """Give them while the rank is loading."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # rank 0 is gone
+            while not is_over.wait(BEAT_INTERVAL_S):
+                _answer(answers, {})
+
+    thread = threading.Thread(target=beat, name="quire-loading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()  # what follows is the last line
 
 
 def _answer(answers: TextIO, answer: Mapping[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import sys
 import pytest
 from served import until
 
+from quire.engine.process.channel import ChannelClosed
 from quire.engine.process.launcher import EngineProcess
-from quire.engine.process.messages import Start
+from quire.engine.process.messages import Start, StartFailed
 
 _ENGINE = """
 import sys, warnings
@@ -47,6 +49,30 @@ def test_an_engine_logs_as_its_server_does(
         assert any("UserWarning: odd" in line for line in lines) and any(
             line.startswith("quire: engine: ERROR: ") for line in lines
         )
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [("ConfigError", True), ("CapacityError", False), ("EngineError", False), ("OSError", False)],
+)
+def test_what_may_be_there_the_next_time_is_no_final_failure(error: str, is_final: bool) -> None:
+    """A rank that is killed while the engine is built, say."""
+    script = _ENGINE.replace("RuntimeError", f"__import__('quire.errors').errors.{error}")
+    if error == "OSError":
+        script = _ENGINE.replace("RuntimeError", error)
+    process = EngineProcess(Start("a", {}), (sys.executable, "-c", script))
+    told: list[object] = []
+
+    def has_failed() -> bool:
+        with contextlib.suppress(ChannelClosed):
+            told.extend(each for each in process.channel.receive() if type(each) is StartFailed)
+        return bool(told)
+
+    try:
+        until(has_failed)
+    finally:
+        process.kill()
+    assert isinstance(told[0], StartFailed) and told[0].is_final == is_final
 
 
 def test_the_servers_command_takes_the_argument() -> None:
