@@ -27,9 +27,9 @@ test-ray: $(VENV)/.dev  ## On a Ray cluster of several node processes; installs 
 	$(BIN)/python -m pip install --quiet -e '.[ray,serve]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_ray.py tests/ray
 
-test-long: $(VENV)/.dev  ## The same with far more of what is drawn by chance, and all that can be crossed: an hour or so
+test-long: $(VENV)/.dev  ## The same with far more of what is drawn by chance, and all that can be crossed: some hours
 	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_TIER_FAULTS=200 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 QUIRE_TEST_DIVISIONS=all QUIRE_TEST_CIRCUMSTANCES=all QUIRE_TEST_IMAGES=10000 \
-	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/server/test_fuzz_models.py tests/server/test_cross_talk.py tests/server/test_hostile_images.py tests/router/test_kills.py tests/sim \
+	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/server/test_fuzz_models.py tests/server/test_cross_talk.py tests/server/test_hostile_images.py tests/router/test_kills.py tests/faults tests/sim \
 	  tests/core/kvcache/test_allocator_machine.py tests/engine/process tests/engine/test_processes.py tests/engine/test_exactness.py tests/engine/test_random_drafts.py tests/weights/gguf
 
 test-kernels: $(VENV)/.dev  ## The GPU kernels and models on them: interpreted, and compiled for compute capabilities 8.0 and 9.0; needs no GPU

@@ -18,12 +18,11 @@ import httpx
 import pytest
 from fake_backend import FakeBackend, answer_text, backends
 from routed import Routed, routed, words
-from served import DEADLINE_S, Served, serving
+from served import DEADLINE_S, Served, routing, serving
 
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.prefill import PrefillStage
-from tests.router.test_route_command import routing
 
 FOUND = {"do_remote_prefill": True, "remote_request_id": "lease", "remote_host": "h"}
 BODY = {"model": "m", "prompt": "once " * 200, "max_tokens": 6, "seed": 7}

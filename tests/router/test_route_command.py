@@ -5,33 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
-from served import DEADLINE_S, Served, listening, serving
+from served import DEADLINE_S, Served, listening, routing, serving
 
 from quire.cli.main import main
 
 BODY = {"prompt": "Once upon a time", "seed": 5, "max_tokens": 24, "ignore_eos": True}
-
-
-@contextmanager
-def routing(*options: str) -> Iterator[Served]:
-    """A router with these options."""
-    command = [sys.executable, "-m", "quire", "route", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            assert "listening on http://" in line, line
-            yield Served(process, line.split()[3].rstrip(","))
-        finally:
-            process.kill()
 
 
 def _ask(url: str, number: int) -> str:

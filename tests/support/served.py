@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,28 +81,63 @@ class Served:
 
 @contextmanager
 def serving(
-    *options: str, keys: str | None = None, few_files: int | None = None, model: str = MODEL
+    *options: str,
+    keys: str | None = None,
+    few_files: int | None = None,
+    model: str = MODEL,
+    log: Path | None = None,
 ) -> Iterator[Served]:
-    """A server of the shipped model, or another one, with further options; its `stderr` can be read. Killed at the
-    end, if it still runs.
+    """A server of the shipped model, or another one, with further options. Killed at the end, if it
+    still runs.
 
-    `few_files`: how many it may open.
+    `few_files`: how many it may open. Its `stderr` can be read, or, where much is written to it,
+    goes to a file, `log`.
     """
     command = [sys.executable, "-m", "quire", "serve", model, *OPTIONS[1:], *options]
     if few_files is not None:
         command = ["sh", "-c", f'ulimit -n {few_files}; exec "$@"', "sh", *command]
-    environment = {**os.environ, **({"QUIRE_API_KEYS": keys} if keys else {})}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            while line and "listening on" not in line:
+    with _running(command, {"QUIRE_API_KEYS": keys} if keys else {}, log) as served:
+        key = keys.split(",")[0].partition("=")[2] if keys else None
+        served.headers = {"x-api-key": key} if key else {}
+        yield served
+
+
+@contextmanager
+def routing(*options: str, log: Path | None = None) -> Iterator[Served]:
+    """A router with these options."""
+    command = [sys.executable, "-m", "quire", "route", "--port", "0", *options]
+    with _running(command, {}, log) as served:
+        yield served
+
+
+@contextmanager
+def _running(
+    command: list[str], environment: Mapping[str, str], log: Path | None
+) -> Iterator[Served]:
+    """A program from when it has said where it listens."""
+    with ExitStack() as stack:
+        stderr = subprocess.PIPE if log is None else stack.enter_context(log.open("wb"))
+        process = stack.enter_context(
+            subprocess.Popen(command, stderr=stderr, text=True, env={**os.environ, **environment})
+        )
+        stack.callback(process.kill)
+        line = ""
+        while "listening on" not in line:
+            if log is None:
+                assert process.stderr is not None
                 line = process.stderr.readline()
-            assert "listening on http://" in line, line
-            key = keys.split(",")[0].partition("=")[2] if keys else None
-            yield Served(process, line.split()[3].rstrip(","), {"x-api-key": key} if key else {})
-        finally:
-            process.kill()
+                assert line, "the program has ended"
+            else:
+                time.sleep(0.01)
+                line = next((each for each in _lines(log) if "listening on" in each), "")
+                assert line or process.poll() is None, log.read_text()
+        assert "listening on http://" in line, line
+        yield Served(process, line.split()[3].rstrip(","))
+
+
+def _lines(log: Path) -> list[str]:
+    """Those that are complete."""
+    return log.read_text().split("\n")[:-1]
 
 
 def until(is_so: object, timeout_s: float = 60.0) -> float:
