@@ -15,6 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from code_in_data import watch
+from suites import mark_slow
 
 from quire.bench.limits import torch_multiplies_bfloat16
 from quire.text.tokenizer import Tokenizer
@@ -111,8 +112,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Find slow tests that the slow suite would not, since their modules do not say so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cells that are slow, and find slow tests that the slow suite would not, since their
+    modules do not say so."""
+    mark_slow(items, has_all_cells=not any("::" in each for each in config.args))
     paths = {item.path for item in items if item.get_closest_marker("slow") is not None}
     for path in paths:
         if MARK not in path.read_text(encoding="utf-8"):
