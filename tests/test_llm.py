@@ -36,6 +36,7 @@ def storyteller() -> Any:
         yield llm
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 @pytest.mark.parametrize("chunk", [1, 7, 64, "preempted"])
 def test_the_golden_decode_is_exact(block_size: int, chunk: int | str, stories: Path) -> None:

@@ -15,6 +15,7 @@ from quire.cli.bench.serve import without_key
 from quire.cli.main import main
 
 
+@pytest.mark.slow
 def test_a_real_server_is_measured_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

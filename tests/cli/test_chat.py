@@ -84,6 +84,7 @@ def test_without_a_template_the_chat_is_refused(
     assert "no chat template" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interrupt_stops_the_answer_but_not_the_chat(tiny: str, chat_template: str) -> None:
     argv = [
         sys.executable,

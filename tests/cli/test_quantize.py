@@ -21,6 +21,7 @@ def _answer(model: str, **options: Any) -> list[tuple[int, float]]:
     return [(token_id, held[token_id].logprob) for token_id, held in steps]
 
 
+@pytest.mark.slow_except("int8")
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_written_checkpoint_computes_what_quantizing_at_load_computes(
     form: str, tmp_path: Path

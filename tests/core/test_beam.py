@@ -36,6 +36,7 @@ def _search(run: Any, settings: BeamSettings, prompt: list[int]) -> tuple[BeamSe
     return request.strategy, run.oracle.search(run.specs[request.request_id], settings)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("eos", [(), (3,), (3, 5)])

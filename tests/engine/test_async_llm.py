@@ -59,6 +59,7 @@ def test_deltas_join_to_the_whole(llm: AsyncLLM) -> None:
     assert [token for each in deltas for token in each.outputs[0].token_ids] == whole
 
 
+@pytest.mark.slow
 def test_no_cross_talk_among_many_clients(llm: AsyncLLM, tiny_config: Path) -> None:
     """64 clients with prompts of their own, some of which leave early:
     each answer equals the one given alone."""

@@ -92,6 +92,7 @@ def _run(engine: Engine, temperature: float, after_step: Any = lambda: None) -> 
     return {name: each.outputs[0].token_ids for name, each in outputs.items()}
 
 
+@pytest.mark.slow_except("mtp-*")
 @pytest.mark.parametrize(
     ("name", "circumstances"),
     [
@@ -136,6 +137,7 @@ def test_heads_draft_what_their_definitions_say(
     engine.close()
 
 
+@pytest.mark.slow_except("eagle3")
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_answers_are_the_same_with_a_head(method: str, tmp_path: Path) -> None:
     _HEADS[method][1](tmp_path)

@@ -47,6 +47,7 @@ def _num_wrong(engine: Engine) -> int:
     return stats.num_run_tokens - sum(stats.num_right_by_place)
 
 
+@pytest.mark.slow_except("circumstances0", "circumstances4")
 @pytest.mark.parametrize(
     "circumstances",
     [
@@ -92,6 +93,7 @@ def test_prompts_are_caught_up_with_little_by_little(
     assert _num_wrong(engine) == 0
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_fails_ends_nothing(
     make_engine: MakeEngine, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -494,6 +494,7 @@ ALL_CIRCUMSTANCES = [
 ]
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(("numbers", "case"), ALL_CIRCUMSTANCES, indirect=["numbers"])
 def test_bits_do_not_depend_on_circumstances(
     numbers: str, case: str, alone: Answers, make_engine: MakeEngine
@@ -562,6 +563,7 @@ def test_nor_do_they_where_instructions_are_acted_out(
         cpu.set_isa(before)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(
     ("is_replayed", "circumstances"),
     [(True, {}), (False, {"num_blocks": 12, "max_num_batched_tokens": 50})],
@@ -605,6 +607,7 @@ def test_tokens_that_stay_on_the_device_are_the_same(
     assert device is None or device.num_late > 5
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(
     "circumstances", [{}, {"num_blocks": 12}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}]
 )
@@ -626,6 +629,7 @@ def test_forks_equal_separate_requests_with_derived_seeds(
     )
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(
     "company", [{}, {"hot": REQUESTS["hot"]}], ids=["alone", "beside a drawn row"]
 )
@@ -656,6 +660,7 @@ def _told(output: RequestOutput) -> tuple[Any, ...]:
     return (*_answer(output), *(each.text for each in output.outputs))
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> None:
     """At every token position, one to five times in a row: penalties, stop strings,
@@ -696,13 +701,17 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
     assert any(output.metrics.num_preemptions >= 5 for output in outputs.values())
 
 
+CONCURRENT = ("float32", "latents", "images of any size")
+"""Numbers that the fast suite computes with while streams come and go: a model of each kind."""
+
+
 @pytest.mark.parametrize(
     ("numbers", "seed"),
     [
         pytest.param(numbers, seed, marks=pytest.mark.slow if is_slow else ())
         for numbers, seed in itertools.product(NUMBERS, range(3))
         if IS_ALL or seed == 0 or numbers not in VARIANTS
-        for is_slow in [(seed > 0 and numbers in VARIANTS) or numbers == "images, bfloat16"]
+        for is_slow in [seed > 0 or numbers not in CONCURRENT]
     ],
     indirect=["numbers"],
 )

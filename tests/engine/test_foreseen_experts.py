@@ -131,6 +131,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 def test_what_agreeing_routers_need_is_foreseen(tmp_path: Path) -> None:
     llm = _llm(_write(tmp_path / "model", agrees=True))
     try:
@@ -158,6 +159,7 @@ def test_no_bit_depends_on_what_is_read_ahead(tmp_path: Path, cold: None) -> Non
             llm.close()
 
 
+@pytest.mark.slow
 def test_forecasts_go_on_where_they_are_right(tmp_path: Path, cold: None) -> None:
     llm = _llm(_write(tmp_path / "model", agrees=True), 0.1)
     try:
@@ -171,6 +173,7 @@ def test_forecasts_go_on_where_they_are_right(tmp_path: Path, cold: None) -> Non
         llm.close()
 
 
+@pytest.mark.slow
 def test_forecasts_end_where_they_are_wrong(tmp_path: Path, cold: None) -> None:
     llm = _llm(_write(tmp_path / "model", agrees=False), 0.1)
     try:
@@ -187,6 +190,7 @@ def test_forecasts_end_where_they_are_wrong(tmp_path: Path, cold: None) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_a_file_in_the_systems_cache_is_not_read_ahead(tmp_path: Path) -> None:
     llm = _llm(_write(tmp_path / "model", agrees=True), 0.1)
     try:
@@ -200,6 +204,7 @@ def test_a_file_in_the_systems_cache_is_not_read_ahead(tmp_path: Path) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_short_is_named_where_it_is_read_ahead(
     tmp_path: Path, cold: None
 ) -> None:

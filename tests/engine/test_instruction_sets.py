@@ -60,6 +60,7 @@ def restored() -> Iterator[None]:
     cpu.set_isa(before)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.skipif(cpu.IMPORT_ERROR is not None, reason="the native extension is not built")
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -137,6 +137,7 @@ def _answers(engine: Engine, asks: list[Ask], preempt_at: int) -> dict[str, Any]
     return {str(number): answers[str(number)] for number, ask in enumerate(asks) if not ask.aborted}
 
 
+@pytest.mark.slow
 @given(asks=st.lists(ASKS, min_size=1, max_size=7), preempt_at=st.integers(0, 20))
 @settings(max_examples=25, deadline=None)
 def test_answers_are_the_same_whatever_happens_on_the_way(

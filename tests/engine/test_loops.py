@@ -159,6 +159,7 @@ ASKS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(asks=st.lists(ASKS, min_size=1, max_size=6))
 @settings(max_examples=40)
 def test_both_loops_give_the_same_answers(asks: list[Ask]) -> None:

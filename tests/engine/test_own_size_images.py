@@ -92,6 +92,7 @@ def _check(theirs: Any, output: Any, images: list[Any]) -> None:
             assert abs(found.logprob - float(expected[place, token_id])) < 1e-4 * scale
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(
     "sizes",
     [[(40, 30)], [(14, 150)], [(28, 28), (90, 31)], [(100, 200), (33, 40), (14, 60)]],

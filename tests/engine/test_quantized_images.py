@@ -137,6 +137,7 @@ def _compressed(family: str) -> tuple[Any, dict[str, Any]]:
     return quantized.packed_integers(4, 32, is_symmetric=False), config
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("form", [_gptq, _awq, _compressed], ids=["gptq", "awq", "compressed"])
 @pytest.mark.parametrize("family", WRITE)
 def test_decoders_of_public_formats_answer_as_the_floats_that_they_stand_for(
@@ -146,6 +147,7 @@ def test_decoders_of_public_formats_answer_as_the_floats_that_they_stand_for(
     _assert_near(_answers(stored, family), _answers(plain, family), 2e-3)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("method", ["int8", "int4"])
 @pytest.mark.parametrize("family", WRITE)
 def test_a_decoder_is_quantized_when_it_is_loaded_and_the_tower_is_not(

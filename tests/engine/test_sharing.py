@@ -70,6 +70,7 @@ def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow_except("on")
 def test_threads_get_the_answers_that_they_would_get_alone(llm: LLM) -> None:
     beams = BeamSearchParams(beam_width=3, max_tokens=8)
 

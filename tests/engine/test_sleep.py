@@ -54,6 +54,7 @@ def residence_of(engine: Engine) -> Returnable:
     return residence
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("level", [1, 2])
 def test_nearly_all_memory_of_weights_and_cache_goes_back(
     make_engine: MakeEngine, level: int
@@ -109,6 +110,7 @@ def test_a_cache_that_was_resident_is_so_again(make_engine: MakeEngine) -> None:
     assert before - resident_bytes() < 0.1 * engine.plan.kv_bytes
 
 
+@pytest.mark.slow
 def test_what_was_stored_before_is_restored_after_and_nothing_is_stored_wrong(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

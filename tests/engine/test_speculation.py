@@ -230,6 +230,7 @@ _EVERYWHERE = {"suffix", "often right", "eagle3"}
 against those that cut steps and drafts short."""
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(
     ("make_guessing", "circumstances"),
     [
@@ -250,6 +251,7 @@ def test_guesses_change_no_bit_in_other_circumstances(
     assert _num_guessed(engine) > 20
 
 
+@pytest.mark.slow_except("suffix", "often right", "a model")
 @pytest.mark.parametrize("make_guessing", FEWER, indirect=True)
 def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
     make_guessing: MakeEngine, plain: Answers
@@ -270,6 +272,7 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
 AGAIN = (" again", " and again")
 
 
+@pytest.mark.slow_except("suffix-*", "auto-*", "eagle3-*")
 @pytest.mark.parametrize(
     ("make_guessing", "suffixes"),
     [
@@ -293,6 +296,7 @@ def test_guesses_change_no_bit_and_what_was_rejected_is_not_found_in_the_cache(
     assert not suffixes or engine.scheduler.blocks.num_hit_tokens > 0
 
 
+@pytest.mark.slow_except("False-3", "True-0")
 @pytest.mark.parametrize("replace_every", [0, 3])
 @pytest.mark.parametrize("has_model", [False, True])
 def test_guesses_change_no_bit_beyond_an_engine_that_is_lost(

@@ -86,6 +86,7 @@ def stored(make: Callable[..., Engine], folder: Path, **options: Any) -> list[ob
     return expected
 
 
+@pytest.mark.slow_except("bfloat16", "fp8")
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 def test_a_second_start_restores_the_same_bits(
     make_engine: MakeEngine, tmp_path: Path, kv_format: str
@@ -146,6 +147,7 @@ class Follower:
         return self.known.get(medium, set())
 
 
+@pytest.mark.slow
 def test_events_tell_which_tier_has_a_block(make_engine: MakeEngine, tmp_path: Path) -> None:
     options = {"kv_cache_dir": str(tmp_path), "block_size": 8, "num_blocks": 20}
     first = make_engine(**options, kv_offloading_size=2e-5)
@@ -178,6 +180,7 @@ def test_events_tell_which_tier_has_a_block(make_engine: MakeEngine, tmp_path: P
     assert follower.of("disk") < stored, "what was in the pool was dropped there, too"
 
 
+@pytest.mark.slow_except("int8")
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_a_compressed_tier_gives_back_what_is_near_to_what_was_computed(
     make_engine: MakeEngine, tmp_path: Path, form: str
@@ -306,6 +309,7 @@ def _fill(path: Path) -> None:
     path.write_bytes(bytes(len(path.read_bytes())))
 
 
+@pytest.mark.slow_except("_flip", "_cut")
 @pytest.mark.parametrize("damage", [_flip, _cut, _fill, Path.unlink])
 def test_damaged_files_are_computed_again(
     make_engine: MakeEngine, tmp_path: Path, damage: Callable[[Path], None]
@@ -323,6 +327,7 @@ def test_damaged_files_are_computed_again(
     assert stats_of(third).num_restored_blocks == 8, "what was computed again is stored again"
 
 
+@pytest.mark.slow_except("salt")
 @pytest.mark.parametrize(
     ("options", "given"),
     [({"seed": 1}, {}), ({"dtype": "bfloat16"}, {}), ({}, {"cache_salt": "another tenant"})],
@@ -373,6 +378,7 @@ def test_what_other_code_computed_is_not_found(
     assert stats_of(second).num_restored_blocks == 0
 
 
+@pytest.mark.slow_except("28")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_costs_one_line_in_the_log(
     make_engine: MakeEngine,
@@ -397,6 +403,7 @@ def test_a_disk_that_fails_costs_one_line_in_the_log(
     assert stats_of(engine).is_off and stats_of(engine).num_restored_blocks == 0
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_one_writes(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +427,7 @@ def test_a_second_process_reads_what_the_first_one_writes(
     writer.close()
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("restores", [True, False])
 def test_a_preempted_sequence_is_restored_or_computed_as_costs_say(
     make_engine: MakeEngine,

@@ -128,6 +128,7 @@ def computed(producer: Engine, **given: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8), (5, 7)], ids=str)
 def test_a_prompt_computed_elsewhere_gives_the_same_bits(
@@ -159,6 +160,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_except("bfloat16", "fp8", "latent", "two windows")
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_keys_and_values_is_transferred(make: Make, form: str) -> None:
     expected = bits(answer(make(**FORMS[form])))
@@ -229,6 +231,7 @@ def test_a_tiny_pool_takes_what_it_can(make: Make) -> None:
     assert bits(answer(consumer, found)) == expected
 
 
+@pytest.mark.slow
 def test_a_prompt_shorter_than_a_block_costs_others_nothing(make: Make) -> None:
     expected, producer = bits(answer(make())), make("producer")
     short = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": dict(ASKED)})
@@ -242,6 +245,7 @@ def test_a_prompt_shorter_than_a_block_costs_others_nothing(make: Make) -> None:
     assert bits(answer(make("consumer"), found, prompt)) == bits(answer(make(), None, prompt))
 
 
+@pytest.mark.slow
 def test_another_salt_other_tokens_and_other_weights_are_computed(make: Make) -> None:
     expected, other = bits(answer(make())), [*PROMPT[:40], *range(35)]
     producer = make("producer")
@@ -258,6 +262,7 @@ def test_another_salt_other_tokens_and_other_weights_are_computed(make: Make) ->
     assert bits(answer(make("consumer"), computed(producer))) == expected
 
 
+@pytest.mark.slow
 def test_other_code_is_another_identity(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     producer = make("producer")
     answer(make("consumer"), computed(producer))  # by now the producer's is known
@@ -288,6 +293,7 @@ def test_a_producer_that_is_gone_costs_a_computation_or_the_request(
         assert stats_of(consumer).num_failed == 1, "later ones found it in the cache"
 
 
+@pytest.mark.slow
 def test_a_producer_that_was_silent_is_not_connected_to_again_for_a_while(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = computed(make("producer")) | {"remote_port": silent.getsockname()[1]}
@@ -303,6 +309,7 @@ def test_a_producer_that_was_silent_is_not_connected_to_again_for_a_while(make: 
     assert (stats_of(consumer).num_failed, stats_of(consumer).num_late) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_word_that_never_comes_ends_the_wait(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "GRACE_S", 0.0)
     found = computed(make("producer"))
@@ -312,6 +319,7 @@ def test_a_word_that_never_comes_ends_the_wait(make: Make, monkeypatch: pytest.M
     assert stats_of(consumer).num_late == 1
 
 
+@pytest.mark.slow
 def test_connections_that_are_cut_or_damaged_anywhere_change_no_bit(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +403,7 @@ def test_steps_that_are_lost_leave_no_block_that_was_never_written(
     assert lost and bits(answer(consumer)) == expected
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("is_early", [True, False])
 def test_what_was_pulled_before_the_engine_started_over_serves_nothing_after(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_early: bool

@@ -103,6 +103,7 @@ NUMBERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("options", NUMBERS, ids=lambda options: " ".join(options.values()))
 @pytest.mark.parametrize("is_given", [True, False], ids=["tensors", "folder"])
 def test_answers_are_those_of_an_engine_of_the_new_weights(
@@ -198,6 +199,7 @@ def test_a_request_that_runs_goes_on_with_the_new_weights(
     assert output.metrics.weight_versions == ("0", "next") and output.weight_version == "next"
 
 
+@pytest.mark.slow_except("pool")
 @pytest.mark.parametrize("kind", ["pool", "disk", "host"])
 def test_nothing_that_other_weights_computed_is_found(
     folders: tuple[Path, Path], make: Make, tmp_path: Path, kind: str,
@@ -288,6 +290,7 @@ def test_trainers_call_the_worker(folders: tuple[Path, Path]) -> None:
         assert llm.weight_version == "2"
 
 
+@pytest.mark.slow_except("resume")
 @pytest.mark.parametrize("requests", ["finish", "resume"])
 def test_streams_end_with_the_weights_that_were_wanted(
     folders: tuple[Path, Path], make: Make, requests: str

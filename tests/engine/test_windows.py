@@ -110,6 +110,7 @@ def whole(family: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> exactness
 QUICK = ("chunked", "cached", "preempted", "overlapped, in little memory", "blocks of 8")
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize(
     "case",
     [

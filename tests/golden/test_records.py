@@ -47,26 +47,19 @@ _INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWar
 _REPEATED = {"gpt oss, interpreted"}
 """All of whose kernels are in others: attention in "gpt oss, mxfp4", experts in "deepseek v3"."""
 _THOROUGH = pytest.mark.skipif(not IS_THOROUGH, reason="run by `make test-kernels`")
-_QUICK_ISAS = {"portable", cpu.isa() if cpu.IMPORT_ERROR is None else None}
-"""On which the fast suite computes every case: the simplest, and what users of this machine get."""
-_QUICK_REFERENCES = {
-    "llama, float32",
-    "gemma2, float32",
-    "mixtral, float32",
-    "deepseek v2, float32",
-}
-"""What it computes on the reference back end, which takes a second or two with experts."""
+_NATIVE_ISA = cpu.isa() if cpu.IMPORT_ERROR is None else None
+"""On which the fast suite computes every case: what users of this machine get."""
+_QUICK = {"llama, float32", "mixtral, float32"}
+"""What it computes on every back end; the reference takes a second or two with experts."""
 
 
-def _marks(name: str, case: Case, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
-    """The fast suite computes every family in float32 on every instruction set, some on the
-    reference back end, and all else on two."""
+def _marks(name: str, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
+    """The fast suite computes every case on the machine's own instruction set, and a model with
+    experts and one without on every back end."""
     if backend.kernels == "triton":
         return (*_INTERPRETED, *([_THOROUGH] if name in _REPEATED else []))
-    if backend.kernels == "reference":
-        return () if name in _QUICK_REFERENCES else (pytest.mark.slow,)
-    is_family = case.checkpoint in CONFIGS and case.options == {"dtype": "float32"}
-    return () if is_family or backend.isa in _QUICK_ISAS else (pytest.mark.slow,)
+    is_native = backend.isa is not None and backend.isa == _NATIVE_ISA
+    return () if is_native or name in _QUICK else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +69,7 @@ def _marks(name: str, case: Case, backend: Backend) -> tuple[pytest.MarkDecorato
             name,
             each,
             id=f"{name} on {each.name}",
-            marks=_marks(name, case, each),
+            marks=_marks(name, each),
         )
         for name, case in CASES.items()
         for each in backends(case)
@@ -165,6 +158,7 @@ def test_the_first_difference_is_named() -> None:
     assert "requests ['two'], recorded ['one']" in str(difference({"two": []}, recorded))
 
 
+@pytest.mark.slow
 def test_a_record_is_only_replaced_where_that_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

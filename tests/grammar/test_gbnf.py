@@ -259,6 +259,7 @@ def test_a_mistake_is_named_with_its_place(grammar: str, where: str, what: str) 
     assert where in str(caught.value) and what in str(caught.value)
 
 
+@pytest.mark.slow_except("doubling", "counts", "optional", "stars")
 @pytest.mark.parametrize(
     "grammar",
     [

@@ -51,6 +51,7 @@ def offered(folder: Path, name: str, source: str, version: str = "1.0") -> None:
     (info / "entry_points.txt").write_text(f"[quire.platforms]\nbad = {name}:Made\n")
 
 
+@pytest.mark.slow
 def test_the_example_passes_every_check_of_the_kit(
     installed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def _run(llm: LLM, prompts: list[Any], chosen: list[Any]) -> list[Any]:
     return [each.outputs[0] for each in outputs]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_merged_weights(
     llm: LLM, adapters: list[LoRARequest], folder: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_answers_are_those_of_merged_weights(
                 assert mine[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=2e-3)
 
 
+@pytest.mark.slow_except("*max_loras*")
 @pytest.mark.parametrize(
     "options",
     [

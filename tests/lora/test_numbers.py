@@ -74,6 +74,7 @@ def _close(found: RequestOutput, expected: RequestOutput) -> None:
         assert len(mine.keys() & theirs.keys()) >= 9
 
 
+@pytest.mark.slow_except("cpu")
 @pytest.mark.parametrize("kernels", BACK_ENDS)
 def test_eight_adapters_in_one_batch_equal_merged_weights(
     make_llm: MakeLLM, model: Path, spec: DecoderSpec, tmp_path: Path, kernels: str
@@ -130,6 +131,7 @@ def test_logits_equal_those_of_peft_unmerged(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_except("float32", "bfloat16-int8")
 @pytest.mark.parametrize("options", [
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
@@ -161,6 +163,7 @@ def test_prompts_so_long_that_few_tokens_are_wanted_keep_their_bits(
         assert _numbers(left)[:2] == _numbers(right)[:2]
 
 
+@pytest.mark.slow
 def test_native_programs_give_the_bits_of_their_kernels_one_by_one(
     make_llm: MakeLLM, spec: DecoderSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_llama_8b_by_hand(shared: Path) -> None:
     assert spec.max_positions is None
 
 
+@pytest.mark.slow
 def test_deepseek_v3_by_hand(shared: Path) -> None:
     """61 layers keep 512 values and 64 rotated elements once, for all of 128 heads."""
     spec = _spec(shared, "nvidia--DeepSeek-V3.1-NVFP4.json")

@@ -75,6 +75,7 @@ def _every_family() -> list[dict[str, object]]:
     return [*llama_like, GPT2]
 
 
+@pytest.mark.slow
 def test_every_real_config_is_read_or_refused_by_name(shared: Path) -> None:
     folder = shared / "data/tokenizers/model_configs"
     files = sorted(folder.glob("*.json")) + sorted((folder / "mlc_presets").glob("*.json"))
@@ -93,6 +94,7 @@ def test_every_real_config_is_read_or_refused_by_name(shared: Path) -> None:
     assert set(KNOWN_SIZES) <= set(read)
 
 
+@pytest.mark.slow_except("[!n]*")
 @pytest.mark.parametrize("file", KNOWN_SIZES)
 def test_parameters_of_known_models(shared: Path, file: str) -> None:
     config = json.loads((shared / "data/tokenizers/model_configs" / file).read_text())
@@ -272,6 +274,7 @@ def test_harmless_and_absent_keys_do_not_matter() -> None:
     assert declare(_with(LLAMA, **noise)) == declare(LLAMA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_odd_values_are_read_or_refused_and_never_crash(part: int) -> None:
     odd: list[object] = [

@@ -35,6 +35,7 @@ def _assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> N
     assert error <= relative * scale, f"error {error:.3g} at scale {scale:.3g}"
 
 
+@pytest.mark.slow_except("*-cpu", "llama3-reference", "gemma2-reference", "mixtral-reference")
 def test_prefill_and_chunked_decode_equal_transformers(
     pair: Any, kernels: Kernels, drive: Callable[..., Any]
 ) -> None:
@@ -49,6 +50,7 @@ def test_prefill_and_chunked_decode_equal_transformers(
     assert torch.equal(drive(model, 128, block_size=4).feed_chunks(PROMPT, (33, 25)), prefill)
 
 
+@pytest.mark.slow_except("llama3-*", "gemma2-cpu", "qwen2_moe-cpu", "deepseek_v3-cpu")
 def test_greedy_text_equals_transformers(
     pair: Any, kernels: Kernels, drive: Callable[..., Any]
 ) -> None:
@@ -68,6 +70,9 @@ def test_old_and_new_config_declare_the_same(pair: Any) -> None:
     )
 
 
+@pytest.mark.slow_except(
+    "llama3-*", "gemma2-cpu", "gpt2-cpu", "qwen2_moe-cpu", "gpt_oss-cpu", "deepseek_v3-cpu"
+)
 def test_bfloat16_stays_near_float32(
     pair: Any, kernels: Kernels, drive: Callable[..., Any]
 ) -> None:
@@ -85,6 +90,7 @@ def test_bfloat16_stays_near_float32(
     assert torch.equal(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), actual)
 
 
+@pytest.mark.slow_except("cpu")
 def test_stories260k_reproduces_its_recorded_greedy_run(
     shared: Path, kernels: Kernels, drive: Callable[..., Any]
 ) -> None:

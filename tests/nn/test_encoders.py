@@ -112,6 +112,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(3, 99, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+@pytest.mark.slow_combinations
 def test_hidden_states_equal_those_of_transformers(
     encoder: Any, kernels: Kernels, texts: list[list[int]]
 ) -> None:

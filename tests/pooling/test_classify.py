@@ -28,6 +28,7 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **{"dtype": "float32", "kv_cache_memory": "8MiB", **options})
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("num_labels", [1, 3])
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_probabilities_equal_those_of_transformers(

@@ -88,6 +88,7 @@ def opened() -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
 def test_vectors_equal_those_of_sentence_transformers(
@@ -130,6 +131,7 @@ def test_gemma_3_embeds_with_both_sides_and_dense_layers(
         load(folder, block_size=16)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
 def test_a_vector_is_a_function_of_its_text(

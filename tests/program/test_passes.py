@@ -47,6 +47,7 @@ def model(request: pytest.FixtureRequest) -> DecoderModel:
     return build(SPECS[request.param], ReferenceKernels())
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_changes_no_bit(model: DecoderModel, name: str) -> None:
     whole, wanted = (PASSES[name](each) for each in (model.program, select_wanted(model.program)))
@@ -65,6 +66,7 @@ def passes(model: DecoderModel) -> tuple[Tensor, Caches, Tensor]:
     return whole.clone(), caches, before.clone()
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("alignment", [None, 16])
 @pytest.mark.parametrize("num_wanted", WANTED)
 def test_tokens_that_are_not_wanted_stop_at_the_last_write_to_a_cache(

@@ -58,6 +58,7 @@ def deepseek_checkpoint(tmp_path: Path, case: str) -> Path:
     )
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("encodings", [{}, BLOCKS], ids=["floats", "blocks"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("case", DEEPSEEK)

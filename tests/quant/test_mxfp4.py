@@ -76,6 +76,7 @@ def logprobs(folder: Path, **options: Any) -> tuple[Tensor, list[int]]:
     return found, list(output.outputs[0].token_ids)
 
 
+@pytest.mark.slow_except("cpu")
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_it_equals_transformers(tmp_path: Path, kernels: str) -> None:
     """The same numbers there, dequantized here by another program."""

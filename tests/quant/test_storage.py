@@ -187,6 +187,7 @@ def write(tmp_path: Path, pack: Pack, config: dict[str, Any]) -> tuple[Path, Pat
     return write_pair(tmp_path, pack, config)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("case", EXACT)
 def test_integers_are_read_as_they_are_stored(case: str, kernels: str, tmp_path: Path) -> None:

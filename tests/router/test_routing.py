@@ -372,6 +372,7 @@ def test_limits_of_bodies_and_of_requests_in_flight() -> None:
     play(scene, "a", max_body_bytes=4000, max_in_flight=2)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_stops_the_back_end_and_loses_nothing() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         body = {**BODY, "prompt": "p" * 20_000, "max_tokens": 2000, "stream": True}

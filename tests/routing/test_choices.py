@@ -89,6 +89,7 @@ def test_there_is_always_room_somewhere(counts: list[int], factor: float) -> Non
     assert all(load.num_requests + 1 < factor * total / len(counts) + 1 for load in room)
 
 
+@pytest.mark.slow_except("kv-aware", "session")
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @given(data=st.data())
 def test_accounts_return_to_nothing_and_nothing_is_left_to_chance(

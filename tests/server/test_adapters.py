@@ -160,6 +160,7 @@ def test_a_folder_that_is_written_over_is_another_version_once_it_is_loaded_agai
     assert ask("/v1/unload_lora_adapter", lora_name="changing").status_code == 200
 
 
+@pytest.mark.slow
 def test_traffic_goes_on_while_versions_change_and_every_answer_is_of_one_version(
     ask: Ask,
 ) -> None:

@@ -258,6 +258,7 @@ def script_of(server: RunningServer, key: str, path: str, body: object) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on the path; tools/install-chromium.sh installs it"
 )

@@ -138,6 +138,7 @@ FIELDS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_t10_every_number_is_bounded_or_refused() -> None:
     """Singly and in random pairs; nothing larger than the context ever reaches the engine."""
     client = FakeClient(Script(pieces=("x",)))

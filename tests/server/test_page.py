@@ -111,6 +111,7 @@ def test_a_message_is_answered_piece_by_piece_in_the_colour_of_its_blocks(opened
     )
 
 
+@pytest.mark.slow
 def test_the_map_follows_and_the_slider_goes_back(opened: Page, server: RunningServer) -> None:
     opened.evaluate("document.activeElement.blur()")
     with _crowd(server, 12):
@@ -134,6 +135,7 @@ def test_the_map_follows_and_the_slider_goes_back(opened: Page, server: RunningS
     assert opened.evaluate(PIXELS) != frozen
 
 
+@pytest.mark.slow
 def test_a_block_tells_what_it_holds_by_pointer_and_by_keyboard(
     opened: Page, server: RunningServer
 ) -> None:
@@ -262,6 +264,7 @@ def forget_refusals(page: Page) -> None:
     page.problems[:] = [each for each in page.problems if "ERR_CONNECTION" not in each]
 
 
+@pytest.mark.slow
 def test_accepted_drafts_are_marked_in_an_answer(page: Page, server: RunningServer) -> None:
     """A story that is told again is drafted from the first telling."""
     with serve_model(speculative_config={"method": "suffix"}, kv_cache_memory="8MiB") as drafting:

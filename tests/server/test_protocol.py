@@ -226,6 +226,7 @@ def test_what_is_refused(server: RunningServer, code: str, request_bytes: bytes)
     assert b" 200 OK" in say(server, GET + b"\r\n")
 
 
+@pytest.mark.slow
 def test_what_is_refused_by_others(server: RunningServer, hasty: RunningServer) -> None:
     """A length that can be read is too large for the route,
     and a head that does not end is waited for."""
@@ -471,6 +472,7 @@ def test_an_answer_is_not_held_back_for_the_clients_acknowledgement(server: Runn
         )
 
 
+@pytest.mark.slow
 def test_t13_thousands_of_idle_connections_cost_little_and_hold_nobody_up() -> None:
     """Each costs a few kilobytes for the seconds that it is granted;
     meanwhile others are served as always."""

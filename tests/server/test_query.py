@@ -121,6 +121,7 @@ def operations() -> list[ApiRoute]:
     return [route for route in routes if isinstance(route, ApiRoute)]
 
 
+@pytest.mark.slow
 def test_every_route_judges_its_query(server: RunningServer) -> None:
     names = {name for each in operations() for name in each.query_kind.__struct_fields__} | {"x"}
     num_judged = 0

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not CAN_DISCARD, reason="this system does not ta
 BODY = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_after_waking_and_others_wait() -> None:
     with serve_model() as server, httpx.Client(base_url=server.url, timeout=60) as client:
         expected = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]

@@ -63,6 +63,7 @@ def test_a_fleet_of_one_is_the_replay() -> None:
     assert fleet.virtual_s == pytest.approx(alone.virtual_s, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_affinity_keeps_what_one_replica_with_all_the_memory_would_have() -> None:
     trace = _conversations(40, 4, has_common=True)
     whole = _run(trace, 1, "round-robin", 4 * 500)

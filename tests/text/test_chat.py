@@ -171,6 +171,7 @@ def test_every_template_renders_as_in_transformers_and_keeps_its_own_tokens(
     assert num_equal > 500
 
 
+@pytest.mark.slow
 def test_no_template_lends_its_trust_to_users(templates: dict[str, ChatTemplate]) -> None:
     mark = "\ua66e"  # ꙮ, which no template writes
     for name, template in templates.items():
@@ -411,6 +412,7 @@ def test_rendering_and_encoding_take_linear_time(load: Load, unit: str) -> None:
     assert seconds(40_000) < 20 * seconds(5_000) + 0.02
 
 
+@pytest.mark.slow
 @timed
 def test_many_messages_take_linear_time(load: Load) -> None:
     tokenizer = load("qwen3")

@@ -174,6 +174,7 @@ SWELLING = [
 ]
 
 
+@pytest.mark.slow_except("{{*", "{% s*", "{% for*", "source13", "source16")
 @timed
 @pytest.mark.parametrize("source", SPINNING + SWELLING)
 def test_templates_are_stopped_in_time_and_space(source: str) -> None:
@@ -216,6 +217,7 @@ def test_ordinary_comparisons_slices_sums_and_dates_are_unchanged() -> None:
     )
 
 
+@pytest.mark.slow
 @timed
 def test_the_default_limits_end_an_endless_loop() -> None:
     start = time.process_time()

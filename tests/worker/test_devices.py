@@ -149,6 +149,7 @@ def plans() -> Iterator[StepPlan]:
     yield StepPlan(4, (RowWork(0, 22, 1, ONE_SAMPLE),))
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("is_replayed", [False, True])
 @pytest.mark.parametrize(
     ("family", "kv_format"),

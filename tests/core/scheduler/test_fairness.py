@@ -54,6 +54,7 @@ def test_shares_are_as_the_weights(
     assert computed["a"] / computed["b"] == pytest.approx(3.0, rel=0.05)
 
 
+@pytest.mark.slow
 def test_first_come_first_served_would_not_share(harness: Harness) -> None:
     run = harness(policy="fcfs", num_blocks=256, max_num_seqs=16, max_num_batched_tokens=32)
     computed = _saturate(run, {"a": (3.0, 20, 6), "b": (1.0, 20, 6)}, 200)

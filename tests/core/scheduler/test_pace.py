@@ -151,6 +151,7 @@ def test_a_prompt_of_several_steps_gets_three_quarters_beside_one_that_is_much_l
     h.run()
 
 
+@pytest.mark.slow
 def test_shorter_prompts_without_end_do_not_starve_a_long_one(harness: Callable[..., Any]) -> None:
     """What they leave is less than a quantum."""
     h = harness(

@@ -597,6 +597,7 @@ def _num_calls(run: Any) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_step_costs_what_it_schedules_and_not_what_waits(harness: Harness) -> None:
     costs = []
     for num_waiting in (10, 10_000):
@@ -656,6 +657,7 @@ def test_a_blocked_long_prompt_is_not_matched_again_in_every_step(harness: Harne
     )
 
 
+@pytest.mark.slow
 def test_aborted_requests_do_not_pile_up_behind_a_long_queue(harness: Harness) -> None:
     run = harness(max_num_seqs=1)
     run.add("first", 4, max_tokens=100)

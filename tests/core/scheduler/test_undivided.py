@@ -37,6 +37,7 @@ def _check(specs: dict[str, RequestSpec], names: dict[int, str], work: RowWork) 
         assert not first < end < last, (work, first, last)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("is_paced", [False, True])
 def test_no_step_ends_within_a_span(seed: int, is_paced: bool, harness: Callable[..., Any]) -> None:

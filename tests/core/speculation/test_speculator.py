@@ -123,6 +123,7 @@ def test_no_drafter_is_called_where_a_step_is_bound_by_arithmetic() -> None:
 SHORT = UnitCosts(2e-4, 2e-5, 1e-5, 1e-5, 1e-9, 1e-9)
 
 
+@pytest.mark.slow_except("0.3-1", "1.0-4")
 @pytest.mark.parametrize("num_requests", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 1.0])
 def test_guesses_that_cost_more_than_estimated_cost_next_to_nothing(
@@ -198,6 +199,7 @@ def test_nothing_is_kept_of_steps_that_were_lost() -> None:
     assert all(len(each) <= 8 for each in held)
 
 
+@pytest.mark.slow_except("7")
 @pytest.mark.parametrize("every", [100, 193, 7])
 def test_pauses_cost_next_to_nothing(every: int) -> None:
     """Of a machine that sleeps, or an engine that is paused, for an hour amid requests."""

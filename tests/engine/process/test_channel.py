@@ -116,6 +116,7 @@ def test_the_end_is_told_after_the_last_message(pair: Pair) -> None:
         server.receive()
 
 
+@pytest.mark.slow
 def test_an_engine_ends_itself_on_nonsense_and_when_its_server_goes(tmp_path: Path) -> None:
     """Pickled bytes, and the end of the connection, both end the process:
     it keeps no connection that it cannot trust."""

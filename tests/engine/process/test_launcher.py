@@ -27,6 +27,7 @@ sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), build, has_json_logs=JSON_LOGS
 """
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("has_json_logs", [True, False])
 def test_an_engine_logs_as_its_server_does(
     capfd: pytest.CaptureFixture[str], has_json_logs: bool

@@ -36,6 +36,7 @@ def test_only_the_tale_and_its_end_are_learnt() -> None:
     assert len(tokenizer.decode(learnt).split()) > 90
 
 
+@pytest.mark.slow
 def test_whole_tales_fit_the_context() -> None:
     source, _ = _source()
     rng = random.Random(4)

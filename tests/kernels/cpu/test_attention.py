@@ -52,6 +52,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=near[0], rtol=near[1])
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_size", [16, 40, 64, 80, 100, 256])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (9, 1)])
@@ -68,6 +69,7 @@ def test_it_agrees_with_the_reference(
     assert_near(attend(native_isa, case, query), attend(reference, case, query))
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("head_size", [20, 64, 80, 96])
 def test_every_cache_format_agrees_with_the_reference(
@@ -82,6 +84,7 @@ def test_every_cache_format_agrees_with_the_reference(
     )
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("window", [1, 40, 70])
@@ -170,6 +173,7 @@ def test_positions_that_cannot_be_seen_are_refused(
         attend(native_isa, case, draw_query(case, 4), key_ends=key_ends)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}, {"sinks": SINKS[:4]}])
@@ -198,6 +202,7 @@ def test_chunks_blocks_and_company_change_no_bit_in_any_format(
         assert torch.equal(got.view(torch.int16), want.view(torch.int16)), block_size
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -235,6 +240,7 @@ def test_more_query_heads_than_one_task_holds(
     assert_near(attend(native_isa, case, query), attend(reference, case, query))
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_block_size_changes_no_bit(
@@ -250,6 +256,7 @@ def test_the_block_size_changes_no_bit(
         assert torch.equal(results[0], other)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("window", [None, 45])
 @pytest.mark.parametrize("chunk", [1, 7, 32, 64])
 def test_chunking_changes_no_bit(
@@ -316,6 +323,7 @@ def test_sinks_of_another_number_are_refused(native: Kernels, paged: type[Paged]
         attend(native, case, draw_query(case, 4), sinks=SINKS)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize(
     "options", [{}, {"window": 900}, {"window": 100}, {"soft_cap": 30.0}, {"sinks": SINKS[:2]}]
 )
@@ -428,6 +436,7 @@ FAMILIES = (
 """Ends of tiles, splits and blocks on both sides of where sequences part."""
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize(
     "options", [{}, {"window": 1320}, {"soft_cap": 20.0, "window": 1320}, {"sinks": SINKS}]
@@ -553,6 +562,7 @@ def _shared_len(paths: list[list[int]]) -> int:
     )
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize("lens", [((1, 3000),), ((3, 2050), (1, 1024)), RAGGED])
@@ -649,6 +659,7 @@ def test_wrong_batches_are_refused(native: Kernels, paged: type[Paged]) -> None:
         run(window=0)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_size", [20, 128])

@@ -58,6 +58,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=near[0], rtol=near[1])
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 40, 64])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])

@@ -54,6 +54,7 @@ def routed(kernels: Kernels, num_tokens: int, num_chosen: int = 3) -> ExpertChoi
     return kernels.choose_experts(logits, Routing(EXPERTS, num_chosen, True))
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("is_normalised", [False, True])
 @pytest.mark.parametrize("num_experts", [1, 5, 16, 60, 300])
 def test_choices(
@@ -123,6 +124,7 @@ def test_a_row_that_is_not_finite_gives_results_that_are_not(
         assert out[[0, 3]].isfinite().all()
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 60])
 def test_it_agrees_with_the_reference(

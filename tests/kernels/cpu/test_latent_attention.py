@@ -50,6 +50,7 @@ def attend(
     return kernels.paged_attention(query, rows, rows, batch, scale=0.12, value_size=value_size)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("num_heads", [3, 16])
@@ -74,6 +75,7 @@ def test_it_agrees_with_the_reference(
     torch.testing.assert_close(got, want, atol=near, rtol=near)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_chunks_blocks_company_and_threads_change_no_bit(
@@ -101,6 +103,7 @@ def test_chunks_blocks_company_and_threads_change_no_bit(
         start += count
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -142,6 +145,7 @@ def test_rows_are_written_once(native_isa: Kernels, reference: Kernels, kv_forma
     assert torch.equal(*found)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "outputs", "inputs", "rest"), [(3, 32, 20, 8), (5, 16, 64, 0)]

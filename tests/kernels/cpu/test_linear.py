@@ -41,6 +41,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_agrees_with_the_reference(
@@ -73,6 +74,7 @@ def test_x_and_the_weight_may_differ_in_dtype(
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_inputs", [64, 301, 600])
 def test_a_row_has_the_same_bits_in_any_batch(
@@ -113,6 +115,7 @@ def test_an_output_does_not_depend_on_the_other_outputs(native_isa: Kernels) -> 
 # ---- gated MLPs ----
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 16, 50, 64, 100])
 def test_a_gated_projection_is_rounded_once(
@@ -171,6 +174,7 @@ def quantized(
     return QuantizedWeight(values, scales, shifts, bits, size, activations)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("bits", "num_inputs", "size"), QUANTIZED)
 def test_int8_inputs_give_the_bits_of_the_reference(
@@ -220,6 +224,7 @@ def test_sums_are_exact_however_many_pairs_of_inputs_are_large(
         assert torch.equal(native_isa.linear(x[row : row + 1], packed)[0], want[row]), f"row {row}"
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("bits", "num_inputs", "size"), QUANTIZED)
 def test_float_inputs_give_the_bits_of_the_dequantized_weight(
@@ -451,6 +456,7 @@ def test_wrong_arguments_are_refused(native: Kernels, reference: Kernels) -> Non
         native.linear(torch.empty(2, 8, device="meta"), packed)
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 600])
 def test_argmax_is_that_of_the_logits(
@@ -477,6 +483,7 @@ def test_the_lowest_of_equal_logits_wins_across_slices(native: Kernels) -> None:
     assert set(ids.tolist()) == {700} and set(values.tolist()) == {4.0}
 
 
+@pytest.mark.slow_combinations(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [3, 600])
 def test_draws_are_those_from_the_products(

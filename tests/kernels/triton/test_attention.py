@@ -68,6 +68,7 @@ def test_it_agrees_with_the_reference(
     assert_near(attend(kernels, case, query), attend(reference, case, query))
 
 
+@pytest.mark.slow_except("int8")
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
 def test_what_is_behind_the_window_may_be_anything(
     kernels: Kernels, paged: type[Paged], device: torch.device, kv_format: str
@@ -163,6 +164,7 @@ def test_more_query_heads_than_one_tile_holds(
     assert_near(attend(kernels, case, query), attend(reference, case, query))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [thorough(None), 50])
 def test_the_block_size_changes_no_bit(
     kernels: Kernels, paged: type[Paged], attend: Attend, window: int | None
@@ -174,6 +176,7 @@ def test_the_block_size_changes_no_bit(
         assert torch.equal(results[0], other)
 
 
+@pytest.mark.slow_except("1-*")
 @pytest.mark.parametrize(
     ("chunk", "window", "sinks"),
     [(1, None, SINKS[:2]), (7, 45, None), thorough(1, None, None), thorough(32, None, SINKS[2:4])],
@@ -204,6 +207,7 @@ def test_chunking_changes_no_bit(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "head_size"), [((12, 3), 32), thorough((8, 2), 256)])
 @pytest.mark.parametrize("kv_format", [None, thorough("fp8")])
 def test_neither_height_of_tile_nor_splits_side_by_side_change_a_bit(

@@ -113,6 +113,7 @@ def test_company_changes_no_bit(kernels: Kernels, device: torch.device) -> None:
         assert torch.equal(kernels.linear(x[rows].contiguous(), packed), whole[rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "group", "activations", "has_offsets"),
     [

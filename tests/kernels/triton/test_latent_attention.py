@@ -45,6 +45,7 @@ def attend(device: torch.device, move: Callable[[Any], Any]) -> Callable[..., Te
     return run
 
 
+@pytest.mark.slow_except("*-int8", "*-None")
 @pytest.mark.parametrize(
     ("num_heads", "sizes", "dtype", "kv_format"),
     [
@@ -73,6 +74,7 @@ def test_it_agrees_with_the_reference_and_blocks_change_no_bit(
     assert torch.equal(attend(kernels, case, query, sizes[0], 4, kv_format), got)
 
 
+@pytest.mark.slow
 def test_company_and_parallel_splits_change_no_bit(
     kernels: Kernels, paged: type[Paged], attend: Callable[..., Tensor]
 ) -> None:

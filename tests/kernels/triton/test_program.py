@@ -77,6 +77,7 @@ def make_batch(device: torch.device) -> AttentionBatch:
     return AttentionBatch(starts, lengths, tables, slots, positions, 5, 9)
 
 
+@pytest.mark.slow_except("qwen3-*", "gpt2-*")
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_format"),
     [
@@ -161,6 +162,7 @@ def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator)
     return cache
 
 
+@pytest.mark.slow_except("*-num_wanted0")
 @pytest.mark.parametrize("num_wanted", [(2, 0), (0, 1), *map(thorough, ((1, 1), (0, 0), (3, 0)))])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek", thorough("gpt2")])
 def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(

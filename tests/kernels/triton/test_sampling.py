@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_except("shape0-*")
 @pytest.mark.parametrize(("shape", "seed"), CASES)
 def test_thresholds_draws_and_scores(
     sampling: SamplingKernels, device: torch.device, shape: tuple[int, int], seed: int
@@ -248,6 +249,7 @@ def test_thresholds_in_chunks(sampling: SamplingKernels, device: torch.device, s
     check_thresholds(sampling, device, logits, ScaledRows(row, max_logit[row], scale), filters)
 
 
+@pytest.mark.slow_except("chunks0-*")
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("count", [20, thorough(1), thorough(SIZE)])
 def test_the_best_in_chunks(sampling: SamplingKernels, device: torch.device, count: int) -> None:

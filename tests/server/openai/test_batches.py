@@ -261,6 +261,7 @@ def test_so_many_run_at_once_and_the_others_wait(tmp_path: Path) -> None:
         until(lambda: len(fake.streams) == 5)
 
 
+@pytest.mark.slow
 def test_lines_of_a_long_batch_do_not_hold_up_those_of_another_tenant(tmp_path: Path) -> None:
     fake = FakeClient(Script(pause_s=0.01))
     limits = config(tmp_path, max_batch_lines=2)
@@ -277,6 +278,7 @@ def test_lines_of_a_long_batch_do_not_hold_up_those_of_another_tenant(tmp_path: 
         assert wait(client, long.id, "cancelled").request_counts.completed < 300
 
 
+@pytest.mark.slow
 def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(
     tmp_path: Path,
 ) -> None:
@@ -457,6 +459,7 @@ def test_after_a_restart_a_batch_has_a_day_at_most_whatever_the_clock_says(tmp_p
         assert owner._jobs[made[1]]._left_s <= 24 * 3600
 
 
+@pytest.mark.slow
 def test_batches_expire_whether_they_run_or_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,6 +477,7 @@ def test_batches_expire_whether_they_run_or_wait(
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_while_the_disk_takes_nothing_a_batch_waits_and_nobody_else_notices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -508,6 +512,7 @@ def test_while_the_disk_takes_nothing_a_batch_waits_and_nobody_else_notices(
     assert str(tmp_path) not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_disk_holds_up_can_be_cancelled_and_the_server_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

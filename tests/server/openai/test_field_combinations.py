@@ -177,6 +177,7 @@ def check(http: httpx.Client, body: dict[str, Any], choice: dict[str, Any]) -> N
         assert isinstance(json.loads(choice["content"]), dict)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=NUM_EXAMPLES,
     phases=[Phase.generate],

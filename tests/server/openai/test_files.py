@@ -112,6 +112,7 @@ def test_what_the_system_lets_nobody_write_is_answered_and_survived(served: Serv
         assert served.get("/livez").status_code == 200
 
 
+@pytest.mark.slow
 def test_uploads_on_their_way_are_bounded(tmp_path: Path) -> None:
     """Each waits in a temporary file until it is complete."""
     head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\nx-api-key: %b\r\ncontent-length: 99999\r\n" \

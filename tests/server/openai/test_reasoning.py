@@ -232,6 +232,7 @@ def test_a_budget_and_a_form(thinker: httpx.Client) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_budget_where_the_model_may_or_may_not_think(thinker: httpx.Client) -> None:
     """Without the template's mark, and with one in the user's text,
     the answer is none of the budget's business."""

@@ -315,6 +315,7 @@ def test_80_raw_and_streaming_responses(client: openai.OpenAI) -> None:
         assert json.loads(response.read())["choices"]
 
 
+@pytest.mark.slow
 def test_80_a_hundred_streams_on_one_async_client(server: RunningServer) -> None:
     async def one(client: openai.AsyncOpenAI, seed: int) -> str:
         stream = await client.chat.completions.create(

@@ -221,6 +221,7 @@ def test_53_parse_with_pydantic(client: openai.OpenAI) -> None:
         assert isinstance(tree, Tree)
 
 
+@pytest.mark.slow
 def test_53_parse_asynchronously_and_as_a_stream(
     server: RunningServer, client: openai.OpenAI
 ) -> None:
@@ -244,6 +245,7 @@ def test_53_parse_asynchronously_and_as_a_stream(
     assert streamed.content == message.content and streamed.parsed == message.parsed
 
 
+@pytest.mark.slow
 def test_logprobs_penalties_and_stop_strings_beside_a_form(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {
         "response_format": named(PERSON),
@@ -263,6 +265,7 @@ def test_logprobs_penalties_and_stop_strings_beside_a_form(client: openai.OpenAI
     )
 
 
+@pytest.mark.slow
 def test_responses_with_a_form(client: openai.OpenAI) -> None:
     text: Any = {
         "format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}

@@ -51,6 +51,7 @@ def check_call(call: Any) -> None:
         jsonschema.validate(arguments, WEATHER)
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_56_57_58_59_required_tools_are_called(client: openai.OpenAI, is_parallel: bool) -> None:
     answer = ask(
@@ -142,6 +143,7 @@ def test_54_what_cannot_be_honoured_is_refused(
     assert caught.value.param == param
 
 
+@pytest.mark.slow
 def test_74_deltas_of_calls(client: openai.OpenAI, http: httpx.Client) -> None:
     fields: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     whole = ask(client, **fields).choices[0]
@@ -232,6 +234,7 @@ CITY["$defs"] = {
 }
 
 
+@pytest.mark.slow_except("None")
 @pytest.mark.parametrize("strict", [True, None])
 def test_arguments_are_those_that_are_declared(client: openai.OpenAI, strict: bool | None) -> None:
     """And with `strict` all of them, at any depth, though the schema says nothing of the kind."""
@@ -256,6 +259,7 @@ def test_a_response_format_is_closed_where_it_is_strict(client: openai.OpenAI) -
         assert set(json.loads(choice.message.content)) == {"city", "day"}
 
 
+@pytest.mark.slow_except("required")
 @pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
 def test_calls_and_a_form_for_text_go_together(client: openai.OpenAI, choice: Any) -> None:
     form: Any = {

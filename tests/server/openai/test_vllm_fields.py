@@ -40,6 +40,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+@pytest.mark.slow_except("/v1/completions")
 @pytest.mark.parametrize("path", BODIES)
 def test_what_decides_the_text(http: httpx.Client, path: str) -> None:
     plain = text_of(ask(http, path))
@@ -180,6 +181,7 @@ def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
+@pytest.mark.slow_except("/v1/completions")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_an_answer_that_goes_round_in_circles_is_ended(http: httpx.Client, path: str) -> None:
     fields = {
