@@ -19,6 +19,7 @@ from .corpus import ATTRIBUTION_FILE
 from .growth import grow
 from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer
+from .sample import load_exported
 from .samples import MAX_LEN
 from .tokenizer import tokenizer_config
 
@@ -67,6 +68,18 @@ def write_weights(model: Storyteller, path: Path) -> None:
     }
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it readable for its owner only
+
+
+@torch.no_grad()
+def blend(model: Storyteller, start: Storyteller, share: float) -> None:
+    """Move the model's weights back towards those that its run began with: `share` of the result
+    are the start's. It gives back some of what a short run unlearns."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"the share of the start is {share}; give one from 0 to 1")
+    if model.shape != start.shape:
+        raise ValueError(f"{model.shape} cannot be blended with {start.shape}: give its own start")
+    for weight, first in zip(model.parameters(), start.parameters(), strict=True):
+        weight.lerp_(first, share)
 
 
 def write_attribution(
@@ -137,11 +150,17 @@ def main() -> None:
     parser.add_argument(
         "--curve", type=Path, default=Path("examples/train_storyteller/loss_curve.png")
     )
+    parser.add_argument("--start", type=Path, help="exported model that the run began with")
+    parser.add_argument(
+        "--start-share", type=float, default=0.5, help="share of the weights of --start, if given"
+    )
     arguments = parser.parse_args()
     model, state = load_model(arguments.run)
     # an early look at a run that has not grown to its full depth yet
     if model.shape != ModelShape():
         model, _ = grow(model, StoryOptimizer(model), ModelShape().num_hidden_layers)
+    if arguments.start is not None:
+        blend(model, load_exported(arguments.start), arguments.start_share)
     write_weights(model, arguments.out / "model.safetensors")
     write_json(arguments.out / "config.json", hf_config(model.shape))
     write_json(arguments.out / "generation_config.json", dict(GENERATION))
