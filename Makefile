@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := passive
 # The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: package site demo test test-slow test-ray test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
+.PHONY: package site demo test test-slow test-ray test-arm test-kernels golden gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
@@ -35,6 +35,9 @@ test-long: $(VENV)/.dev  ## The same with far more of what is drawn by chance, a
 test-kernels: $(VENV)/.dev  ## The GPU kernels and models on them: interpreted, and compiled for compute capabilities 8.0 and 9.0; needs no GPU
 	OMP_NUM_THREADS=1 QUIRE_TEST_KERNELS=all $(BIN)/python -m pytest -q -n auto tests/kernels/triton tests/golden
 	for capability in 80 90; do PYTHONPATH=tests/support:. $(BIN)/python tests/support/gpu_launches.py $$capability || exit 1; done
+
+test-arm: $(VENV)/.dev  ## The kernels for Arm, cross-compiled and run on emulated processors: an hour or so; needs Debian 12
+	sh tools/test-arm.sh $(abspath $(BIN))/python $(ARGS)
 
 golden: $(VENV)/.dev  ## Record exact results of instruction sets that have none; ARGS=--replace where they are meant to change
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support:. $(BIN)/python -m tests.golden.record $(ARGS)

@@ -181,7 +181,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # raising one wants a reason.
 MAX_LINES = {
     "benchmarks": 8_500,
-    "csrc": 14_700,
+    "csrc": 15_050,
     "quire": 800,
     "quire/bench": 4_000,
     "quire/cli": 4_200,

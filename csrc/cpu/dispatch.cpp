@@ -18,6 +18,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace quire {
 
@@ -37,6 +42,9 @@ QUIRE_DECLARE(avx512)
 #ifdef QUIRE_WITH_avx512vnni
 QUIRE_DECLARE(avx512vnni)
 #endif
+#ifdef QUIRE_WITH_neon
+QUIRE_DECLARE(neon)
+#endif
 
 // Those that extend another set's table make it when they are first used, since they do so with instructions of their own: on a
 // machine without them, the start of the program would be too early.
@@ -49,6 +57,8 @@ QUIRE_DECLARE_EXTENSION(avx512bf16)
 QUIRE_DECLARE_EXTENSION(avx512bf16emulated)
 QUIRE_DECLARE_EXTENSION(amx)
 QUIRE_DECLARE_EXTENSION(amxemulated)
+QUIRE_DECLARE_EXTENSION(neondot)
+QUIRE_DECLARE_EXTENSION(neoni8mm)
 
 // Whether the processor has AMX for bfloat16 and bytes, the system saves its tiles, and this process may use them: Linux
 // wants to be called once, for all threads, since a thread's state grows by 8 KiB.
@@ -79,6 +89,21 @@ QUIRE_DECLARE_EXTENSION(amxemulated)
 #endif
 }
 
+#if defined(__aarch64__)
+// Extensions of Arm's instruction set, by their names in the manual; `hwcap`: Linux's bit for it, above 32 those of its second word.
+static bool has_extension([[maybe_unused]] const char *name, [[maybe_unused]] int hwcap) {
+#if defined(__linux__)
+    return (getauxval(hwcap < 32 ? AT_HWCAP : AT_HWCAP2) >> hwcap % 32 & 1) != 0;
+#elif defined(__APPLE__)
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname((std::string("hw.optional.arm.") + name).c_str(), &value, &size, nullptr, 0) == 0 && value != 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 // From the plainest to the best.
 static std::vector<const KernelTable *> find_supported() {
     std::vector<const KernelTable *> tables{&portable::table};
@@ -108,6 +133,16 @@ static std::vector<const KernelTable *> find_supported() {
 #ifdef QUIRE_WITH_amx
     if (has_bf16 && has_amx()) tables.push_back(&amx::extended_table());
 #endif
+#endif
+#endif
+#endif
+#if defined(QUIRE_WITH_neon)
+    tables.push_back(&neon::table);
+#ifdef QUIRE_WITH_neondot
+    const bool has_dots = has_extension("FEAT_DotProd", 20);
+    if (has_dots) tables.push_back(&neondot::extended_table());
+#ifdef QUIRE_WITH_neoni8mm
+    if (has_dots && has_extension("FEAT_I8MM", 32 + 13)) tables.push_back(&neoni8mm::extended_table());
 #endif
 #endif
 #endif

@@ -44,6 +44,7 @@ _ISA_FLAGS = (
     "amx_bf16",
     "amx_int8",
     "asimd",
+    "asimddp",
     "bf16",
     "i8mm",
 )
@@ -53,6 +54,9 @@ _FLAGS_OF_ISAS = {
     "avx512vnni": {"avx512_vnni"},
     "avx512bf16": {"avx512_bf16"},
     "amx": {"amx_bf16", "amx_int8"},
+    "neon": {"asimd"},
+    "neondot": {"asimddp"},
+    "neoni8mm": {"asimddp", "i8mm"},
 }
 """What a processor has that can run kernels of these names."""
 _MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}

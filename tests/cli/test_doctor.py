@@ -93,6 +93,9 @@ def test_an_instruction_set_that_is_there_and_unused_is_told() -> None:
         "avx512bf16",
     ]
     assert doctor.unused_isas({"avx2"}, ("portable",)) == []
+    assert doctor.unused_isas({"asimd", "asimddp", "i8mm"}, ("portable", "neon", "neondot")) == [
+        "neoni8mm"
+    ]
     assert "tiles" in doctor._advice(["amx"]) and "tiles" not in doctor._advice(["avx512bf16"])
 
 

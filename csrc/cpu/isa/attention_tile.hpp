@@ -10,13 +10,14 @@ constexpr int TILE_VECS = TILE / LANES;
 constexpr float NONE = -__builtin_inff(), LOWEST = -__FLT_MAX__;
 
 // Register tiles: scores of SCORE_ROWS rows and KEYS keys, outputs of OUT_ROWS rows and OUT_VECS vectors. With AVX-512 24
-// accumulators of 32 registers, else 12 of 16 (SSE2, whose multiply-and-add takes a register more, 6).
+// accumulators of 32 registers (so with NEON, where a vector has 4 lanes), else 12 of 16 (SSE2, whose multiply-and-add takes a
+// register more, 6).
 constexpr int KEY_VECS = 2, KEYS = KEY_VECS * LANES;
-constexpr int SCORE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 3;
-constexpr int OUT_ROWS = LANES == 16 ? 6 : LANES == 8 ? 6 : 3;
-constexpr int OUT_VECS = LANES == 16 ? 4 : 2;
+constexpr int SCORE_ROWS = NUM_REGISTERS == 32 ? 12 : LANES == 8 ? 6 : 3;
+constexpr int OUT_ROWS = NUM_REGISTERS == 32 || LANES == 8 ? 6 : 3;
+constexpr int OUT_VECS = NUM_REGISTERS == 32 ? 4 : 2;
 // Tasks of up to so many rows take the direct way: accumulators and a transposed block share the registers.
-constexpr int DIRECT_ROWS = LANES == 16 ? 8 : SCORE_ROWS;
+constexpr int DIRECT_ROWS = NUM_REGISTERS == 32 ? 8 : SCORE_ROWS;
 
 // Query rows (positions x heads of one KV head) of a task. Tiles of matrices pass over a tile of keys so quickly that what
 // prepares it has to be shared by more: their rows, outputs and scores take a second-level cache of 2 MiB up to a half.

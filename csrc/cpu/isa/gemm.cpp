@@ -21,11 +21,21 @@ namespace quire::QUIRE_ISA {
 constexpr int max_panels(int rows) {
     if (LANES == 16) return rows <= 6 ? 4 : 2;
     if (LANES == 8) return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+    if (NUM_REGISTERS == 32) return rows == 1 ? 4 : rows == 2 ? 2 : 1;
     return rows == 1 ? 2 : 1;
 }
 
 // In a tile of many rows every other input is broadcast by the multiplications themselves, where the instruction set can: fewer
 // instructions, which counts where another hyperthread takes its share of them. With all inputs, loads bound the speed.
+#if defined(QUIRE_NEON)
+template <int ROWS, int VECS, int ROW = 0>
+QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&w)[VECS], Bits words = Bits{}) {
+    if constexpr (ROW % LANES == 0) words = load_words<ROWS - ROW>(x + ROW);
+    QUNROLL
+    for (int v = 0; v < VECS; ++v) fma_lane<ROW % LANES>(sums[ROW][v], w[v], words);
+    if constexpr (ROW + 1 < ROWS) accumulate<ROWS, VECS, ROW + 1>(sums, x, w, words);
+}
+#else
 template <int ROWS, int VECS>
 QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&w)[VECS]) {
     QUNROLL
@@ -40,6 +50,7 @@ QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&
         }
     }
 }
+#endif
 
 // A 32-bit word holds the weights of inputs k (low half) and k + 1 (high half): a shift and a mask make them float32.
 QINLINE Vec low_half(Bits pairs) { return as_float(shift_left<16>(pairs)); }
@@ -170,13 +181,12 @@ struct Scaling {
 
 // scale * (field - zero point), rounded once. With a fused multiply-add that is scale * field - zero, where `zero` is
 // scale * zero point and exact, as zero points are powers of two.
-#if defined(__AVX2__) || defined(__AVX512F__)
-QINLINE Vec zero_of(Vec scale, float zero_point) { return mul(scale, broadcast(-zero_point)); }
-QINLINE Vec scale_field(Vec field, Vec scale, Vec zero) { return fma(field, scale, zero); }
-#else
-QINLINE Vec zero_of(Vec, float zero_point) { return broadcast(zero_point); }
-QINLINE Vec scale_field(Vec field, Vec scale, Vec zero) { return mul(sub(field, zero), scale); }
-#endif
+QINLINE Vec zero_of(Vec scale, float zero_point) {
+    return HAS_FMA ? mul(scale, broadcast(-zero_point)) : broadcast(zero_point);
+}
+QINLINE Vec scale_field(Vec field, Vec scale, Vec zero) {
+    return HAS_FMA ? fma(field, scale, zero) : mul(sub(field, zero), scale);
+}
 
 // The field of `Width` bits that begins at `Shift`, as scale * (field - zero point) (+ offset).
 template <int Shift, int Width, bool HAS_OFFSET>

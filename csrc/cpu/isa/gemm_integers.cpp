@@ -4,7 +4,8 @@
 // made can change it; what is done with the sums of groups (groups.hpp) every instruction set rounds alike. So results are
 // equal bit for bit everywhere.
 //
-// Weights are stored as unsigned bytes, value + zero point: a group's sum starts at -zero * (sum of the row's inputs).
+// Weights are stored as unsigned bytes, value + zero point: a group's sum starts at -zero * (sum of the row's inputs), or at 0
+// where bytes are made signed, value by value (HAS_START).
 // The registers hold a group's integers; the float32 sums of several groups lie in the first-level cache.
 #include "groups.hpp"
 #include "kernels.hpp"
@@ -16,6 +17,7 @@ namespace quire::QUIRE_ISA {
 constexpr int max_panels(int rows, int num_parts) {
     if (LANES == 16) return (rows <= 6 ? 4 : 2) / num_parts;
     if (LANES == 8) return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+    if (NUM_REGISTERS == 32) return rows == 1 ? 4 : rows == 2 ? 2 : 1;
     return 1;
 }
 
@@ -25,6 +27,15 @@ struct IntegerTile {
 };
 
 // Products of a part of the inputs of each row with the same part of weights.
+#if defined(NEON_MIXED_DOTS) || defined(NEON_SIGNED_DOTS)
+template <int ROWS, int VECS, int PART, int ROW = 0>
+QINLINE void multiply_part(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bits (&w)[VECS], Bits words = Bits{}) {
+    if constexpr (ROW % LANES == 0) words = load_words<ROWS - ROW>(x + ROW);
+    QUNROLL
+    for (int v = 0; v < VECS; ++v) multiply_add_lane<ROW % LANES>(acc[ROW][v], w[v], words);
+    if constexpr (ROW + 1 < ROWS) multiply_part<ROWS, VECS, PART, ROW + 1>(acc, x, w, words);
+}
+#else
 template <int ROWS, int VECS, int PART>
 QINLINE void multiply_part(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bits (&w)[VECS]) {
     QUNROLL
@@ -40,6 +51,7 @@ QINLINE void multiply_part(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bit
         for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add(acc[r][v], w[v], inputs);
     }
 }
+#endif
 
 // Products of four inputs of each row with bytes of weights.
 template <int ROWS, int VECS, int PART = 0>
@@ -51,12 +63,79 @@ QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Bits (
     if constexpr (PART + 1 < NUM_PARTS) accumulate<ROWS, VECS, PART + 1>(acc, x, bytes);
 }
 
+#if defined(NEON_MIXED_DOTS)
+// Sums as products of matrices (USMMLA) make them: of eight inputs, for two rows and two outputs, the rows in turns. An
+// instruction multiplies twice as much as one that takes a single row. A last, odd row has its sums where they were.
+template <int ROWS, int VECS>
+struct RowPairs {
+    Bits sums[ROWS / 2][VECS][2];
+
+    QINLINE_MEMBER explicit RowPairs(const Bits (&acc)[ROWS][VECS]) {
+        QUNROLL
+        for (int p = 0; p < ROWS / 2; ++p) {
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) {
+                sums[p][v][0] = vzip1q_u32(acc[2 * p][v], acc[2 * p + 1][v]);
+                sums[p][v][1] = vzip2q_u32(acc[2 * p][v], acc[2 * p + 1][v]);
+            }
+        }
+    }
+    QINLINE_MEMBER void store(Bits (&acc)[ROWS][VECS]) const {
+        QUNROLL
+        for (int p = 0; p < ROWS / 2; ++p) {
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) {
+                acc[2 * p][v] = vuzp1q_u32(sums[p][v][0], sums[p][v][1]);
+                acc[2 * p + 1][v] = vuzp2q_u32(sums[p][v][0], sums[p][v][1]);
+            }
+        }
+    }
+    // Adds products of eight inputs, two words of each row, with bytes of weights for the first four and the second, which
+    // `load(first, second, v)` loads as late as possible: registers are few.
+    template <typename Load>
+    QINLINE_MEMBER void add(Bits (&acc)[ROWS][VECS], const uint32_t *x, Load load) {
+        Bits inputs[ROWS / 2];
+        QUNROLL
+        for (int p = 0; p < ROWS / 2; ++p) {
+            const uint32x2_t low = vld1_u32(x + 2 * p), high = vld1_u32(x + ROWS + 2 * p);
+            inputs[p] = vzip1q_u32(vcombine_u32(low, low), vcombine_u32(high, high));
+        }
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) {
+            Bits first, second;
+            load(first, second, v);
+            const Bits low = vzip1q_u32(first, second), high = vzip2q_u32(first, second);
+            QUNROLL
+            for (int p = 0; p < ROWS / 2; ++p) {
+                asm("usmmla %0.4s, %1.16b, %2.16b" : "+w"(sums[p][v][0]) : "w"(low), "w"(inputs[p]));
+                asm("usmmla %0.4s, %1.16b, %2.16b" : "+w"(sums[p][v][1]) : "w"(high), "w"(inputs[p]));
+            }
+            if constexpr (ROWS % 2 == 1) {
+                multiply_add_lane<0>(acc[ROWS - 1][v], first, broadcast_word(x + ROWS - 1));
+                multiply_add_lane<0>(acc[ROWS - 1][v], second, broadcast_word(x + 2 * ROWS - 1));
+            }
+        }
+    }
+};
+#endif
+
 // Lines [w, end) of each panel, step by step.
 template <typename Weights>
 struct Steps {
     template <int ROWS, int PANELS>
     QINLINE void run(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const char *end,
                      int64_t stride, int64_t distance) {
+#if defined(NEON_MIXED_DOTS)
+        if constexpr (ROWS > 1) {
+            RowPairs<ROWS, PANELS * PANEL_VECS> pairs(acc);
+            for (; end - w >= Weights::LINES_OF_EIGHT * LINE; w += Weights::LINES_OF_EIGHT * LINE, x += 2 * ROWS) {
+                QUNROLL
+                for (int i = 0; i < Weights::LINES_OF_EIGHT; ++i) prefetch_step<PANELS>(w + i * LINE, stride, distance);
+                pairs.add(acc, x, [&](Bits &first, Bits &second, int v) { Weights::load_eight(first, second, w, v, stride); });
+            }
+            pairs.store(acc);
+        }
+#endif
         for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
             prefetch_step<PANELS>(w, stride, distance);
             Weights::template step<ROWS, PANELS>(acc, x, w, stride);
@@ -64,24 +143,30 @@ struct Steps {
     }
 };
 
-// What a step does with its line of each panel: four inputs, or eight.
+// What a step does with its line of each panel: four inputs, or eight. LINES_OF_EIGHT: lines with eight inputs, which
+// `load_eight` loads as bytes of the first four and of the second.
 struct Bytes : Steps<Bytes> {
+    static constexpr int LINES_OF_EIGHT = 2;
     static constexpr int WORDS = QUAD_WORDS, PARTS = NUM_PARTS, MAX_ROWS = INT8_TILE_ROWS;
-    static constexpr bool HAS_OUTLIERS = SHORT_PAIRS;
+    static constexpr bool HAS_OUTLIERS = SHORT_PAIRS, HAS_START = !HAS_SIGNED_BYTES;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
         Bits weights[PANELS * PANEL_VECS];
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = load_bits(line(w, v, stride));
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = as_multiplied(load_bits(line(w, v, stride)));
         accumulate<ROWS>(acc, x, weights);
+    }
+    QINLINE void load_eight(Bits &first, Bits &second, const char *w, int v, int64_t stride) {
+        first = load_bits(line(w, v, stride));
+        second = load_bits(line(w + LINE, v, stride));
     }
 };
 
 #if NARROW_SUMS
 struct HalfBytes {
     static constexpr int WORDS = 2, PARTS = 1, MAX_ROWS = TILE_ROWS, WIDENING_STEPS = NARROW_PRODUCTS / 2;
-    static constexpr bool HAS_OUTLIERS = false;
+    static constexpr bool HAS_OUTLIERS = false, HAS_START = true;
 
     template <int ROWS, int PANELS>
     QINLINE void run(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const char *end,
@@ -143,8 +228,9 @@ struct HalfBytes {
 };
 #else
 struct HalfBytes : Steps<HalfBytes> {
+    static constexpr int LINES_OF_EIGHT = 1;
     static constexpr int WORDS = 2 * QUAD_WORDS, PARTS = NUM_PARTS, MAX_ROWS = TILE_ROWS;
-    static constexpr bool HAS_OUTLIERS = false;
+    static constexpr bool HAS_OUTLIERS = false, HAS_START = true;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -159,13 +245,19 @@ struct HalfBytes : Steps<HalfBytes> {
         }
         accumulate<ROWS>(acc, x + QUAD_WORDS * ROWS, weights);
     }
+    QINLINE void load_eight(Bits &first, Bits &second, const char *w, int v, int64_t stride) {
+        const Bits bytes = load_bits(line(w, v, stride)), mask = broadcast_bits(0x0f0f0f0fu);
+        first = and_bits(bytes, mask);
+        second = and_bits(shift_right<4>(bytes), mask);
+    }
 };
 #endif
 
 // Bytes of weights that were expanded: a part of them.
 struct Parts : Steps<Parts> {
+    static constexpr int LINES_OF_EIGHT = 2;
     static constexpr int WORDS = QUAD_WORDS / NUM_PARTS, PARTS = NUM_PARTS, MAX_ROWS = TILE_ROWS;
-    static constexpr bool HAS_OUTLIERS = false;
+    static constexpr bool HAS_OUTLIERS = false, HAS_START = true;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -174,13 +266,16 @@ struct Parts : Steps<Parts> {
         for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = load_bits(line(w, v, stride));
         multiply_part<ROWS, PANELS * PANEL_VECS, 0>(acc, x, weights);
     }
+    QINLINE void load_eight(Bits &first, Bits &second, const char *w, int v, int64_t stride) {
+        Bytes::load_eight(first, second, w, v, stride);
+    }
 };
 
 #if SHORT_PAIRS
 // The same for rows with large pairs: two and two products in 32 bits.
 struct LargePairs : Steps<LargePairs> {
     static constexpr int WORDS = 1, PARTS = 1, MAX_ROWS = INT8_TILE_ROWS;
-    static constexpr bool HAS_OUTLIERS = true;  // in its other rows
+    static constexpr bool HAS_OUTLIERS = true, HAS_START = true;  // outliers in its other rows
 
     template <int ROWS, int PANELS>
     QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -270,7 +365,8 @@ QNOINLINE void tile(const Groups &groups, const IntegerTile &rows, int first, Ah
         Bits acc[ROWS][PANELS * PANEL_VECS];
         QUNROLL
         for (int r = 0; r < ROWS; ++r) {
-            const Bits start = broadcast_bits(static_cast<uint32_t>(rows.starts[r * groups.count + group]));
+            const int32_t zero = Weights::HAS_START ? rows.starts[r * groups.count + group] : 0;
+            const Bits start = broadcast_bits(static_cast<uint32_t>(zero));
             QUNROLL
             for (int v = 0; v < PANELS * PANEL_VECS; ++v) acc[r][v] = start;
         }

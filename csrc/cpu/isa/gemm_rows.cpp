@@ -52,7 +52,7 @@ class Divisor {
    public:
     Divisor(float divisor, bool has_short_inputs)
         : divisor_(broadcast(divisor)), negative_(broadcast(-divisor)), reciprocal_(broadcast(1.0f / divisor)),
-          multiplies_(has_short_inputs && LANES > 4 && divisor >= 0x1p-100f && divisor < INFINITY) {}
+          multiplies_(has_short_inputs && HAS_FMA && divisor >= 0x1p-100f && divisor < INFINITY) {}
 
     bool multiplies() const { return multiplies_; }
     QINLINE_MEMBER Vec quotient(Vec x) const { return multiplies_ ? multiplied(x) : div(x, divisor_); }
@@ -63,7 +63,7 @@ class Divisor {
 
    private:
     Vec divisor_, negative_, reciprocal_;
-    bool multiplies_;  // with four lanes, `fma` rounds twice
+    bool multiplies_;
 };
 
 // x / scale to the nearest integer, ties to even. What is not a number becomes -128, so that the sums of a row whose scale
@@ -186,16 +186,19 @@ static void convert_one(const LinearWeight &weight, const T *x, int64_t r, const
 
 // `height` rows [words] to [words][height].
 static void interleave(const uint32_t *rows, int height, int64_t words, uint32_t *out) {
-    static_assert(TILE_ROWS <= LANES);
     for (int64_t at = 0; at < words; at += LANES) {
         const int64_t count = min64(LANES, words - at);
-        Vec block[LANES];
-        for (int r = 0; r < height; ++r) {
-            block[r] = load_up_to(reinterpret_cast<const float *>(rows + r * words + at), count);
+        for (int first = 0; first < height; first += LANES) {
+            const int some = height - first < LANES ? height - first : LANES;
+            Vec block[LANES];
+            for (int r = 0; r < some; ++r) {
+                block[r] = load_up_to(reinterpret_cast<const float *>(rows + (first + r) * words + at), count);
+            }
+            for (int r = some; r < LANES; ++r) block[r] = broadcast(0.0f);
+            transpose(block);
+            uint32_t *to = out + at * height + first;
+            for (int i = 0; i < count; ++i) store_up_to(reinterpret_cast<float *>(to + i * height), block[i], some);
         }
-        for (int r = height; r < LANES; ++r) block[r] = broadcast(0.0f);
-        transpose(block);
-        for (int i = 0; i < count; ++i) store_up_to(reinterpret_cast<float *>(out + (at + i) * height), block[i], height);
     }
 }
 

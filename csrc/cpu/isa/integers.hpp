@@ -13,6 +13,14 @@
 #include <emmintrin.h>
 #endif
 
+// Arm's products of bytes: four and four summed into 32 bits, both sides signed (ARMv8.2's dot product) or weights unsigned (i8mm,
+// which also has products of matrices; gemm_integers.cpp).
+#if defined(QUIRE_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define NEON_MIXED_DOTS 1
+#elif defined(QUIRE_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define NEON_SIGNED_DOTS 1
+#endif
+
 // Whether products of half bytes are summed in 16 bits: with AVX2 or AVX-512, where no instruction sums them in 32.
 #if (defined(__AVX2__) || defined(__AVX512BW__)) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 #define NARROW_SUMS 1
@@ -29,6 +37,15 @@
 
 namespace quire::QUIRE_ISA {
 
+// Whether int8 weights are multiplied as what they are stored for, value + 128 less 128: then no start makes up for the 128.
+#if defined(NEON_SIGNED_DOTS)
+constexpr bool HAS_SIGNED_BYTES = true;
+QINLINE Bits as_multiplied(Bits bytes) { return veorq_u32(bytes, broadcast_bits(0x80808080u)); }
+#else
+constexpr bool HAS_SIGNED_BYTES = false;
+QINLINE Bits as_multiplied(Bits bytes) { return bytes; }
+#endif
+
 #if defined(__AVX512BW__)
 QINLINE void store_inputs(int8_t *out, Bits x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
@@ -37,6 +54,12 @@ QINLINE void store_inputs(int8_t *out, Bits x) {
 QINLINE void store_inputs(int8_t *out, Bits x) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i *>(out), _mm_packs_epi16(words, words));
+}
+#elif defined(QUIRE_NEON)
+QINLINE void store_inputs(int8_t *out, Bits x) {
+    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
+    memcpy(out, &bytes, LANES);
 }
 #endif
 
@@ -61,6 +84,33 @@ QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
     return sums;
 }
 #endif
+
+#elif defined(NEON_MIXED_DOTS) || defined(NEON_SIGNED_DOTS)
+
+using Input = int8_t;
+constexpr int NUM_PARTS = 1;
+
+template <int>
+QINLINE Bits part_of(Bits bytes) {
+    return bytes;
+}
+QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
+    const int32x4_t from = vreinterpretq_s32_u32(sums);
+#if defined(NEON_MIXED_DOTS)
+    return vreinterpretq_u32_s32(vusdotq_s32(from, vreinterpretq_u8_u32(w), vreinterpretq_s8_u32(x)));
+#else
+    return vreinterpretq_u32_s32(vdotq_s32(from, vreinterpretq_s8_u32(w), vreinterpretq_s8_u32(x)));
+#endif
+}
+// The same with one word of x, in the sums' register.
+template <int LANE>
+QINLINE void multiply_add_lane(Bits &sums, Bits w, Bits x) {
+#if defined(NEON_MIXED_DOTS)
+    asm("usdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sums) : "w"(w), "w"(x), "i"(LANE));
+#else
+    asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sums) : "w"(w), "w"(x), "i"(LANE));
+#endif
+}
 
 #elif SHORT_PAIRS
 
@@ -107,6 +157,11 @@ constexpr int NUM_PARTS = 2;
 QINLINE Bits multiply_pairs(Bits a, Bits b) { return _mm512_madd_epi16(a, b); }
 #elif defined(__SSE2__)
 QINLINE Bits multiply_pairs(Bits a, Bits b) { return (Bits)_mm_madd_epi16((__m128i)a, (__m128i)b); }
+#elif defined(QUIRE_NEON)
+QINLINE Bits multiply_pairs(Bits a, Bits b) {
+    const int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);
+    return vreinterpretq_u32_s32(vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
+}
 #else
 QINLINE Bits multiply_pairs(Bits a, Bits b) {
     typedef int32_t Signed __attribute__((vector_size(16)));

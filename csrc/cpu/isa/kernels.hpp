@@ -13,8 +13,8 @@ namespace quire::QUIRE_ISA {
 constexpr const char *ISA_NAME = QUIRE_NAME(QUIRE_ISA);
 
 // Rows per tile of the GEMM: with 2 panels of 16 outputs, 14 rows are 28 accumulators of AVX-512's 32 registers; with one
-// panel, 6 are 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.
-constexpr int TILE_ROWS = LANES == 16 ? 14 : LANES == 8 ? 6 : 3;
+// panel, 6 are 12 of AVX2's 16 or 24 of NEON's 32; 3 rows are 12 of SSE2's 16.
+constexpr int TILE_ROWS = LANES == 16 ? 14 : LANES == 8 || NUM_REGISTERS == 32 ? 6 : 3;
 // For int8 weights multiplied in short pairs (integers.hpp) a register holds what products are added up with: 5 rows.
 constexpr int INT8_TILE_ROWS = SHORT_PAIRS ? 5 : TILE_ROWS;
 constexpr int PANEL_VECS = PANEL / LANES;

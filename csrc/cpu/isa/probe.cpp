@@ -5,10 +5,10 @@ namespace quire::QUIRE_ISA {
 
 // Enough independent chains to hide the latency of an instruction (4 to 5 cycles on two ports), and few enough for the
 // registers.
-constexpr int PROBE_CHAINS = LANES == 16 ? 16 : 10;
+constexpr int PROBE_CHAINS = NUM_REGISTERS == 32 ? 16 : 10;
 
-QINLINE void keep(Vec &x) { asm volatile("" : "+x"(x)); }
-QINLINE void keep(Bits &x) { asm volatile("" : "+x"(x)); }
+QINLINE void keep(Vec &x) { QUIRE_KEEP(x); }
+QINLINE void keep(Bits &x) { QUIRE_KEEP(x); }
 
 int64_t probe_floats(int64_t rounds) {
     Vec sums[PROBE_CHAINS], factor = broadcast(1.0f);

@@ -1,5 +1,5 @@
 // One vector type, `Vec` (LANES float32), and the operations that kernels are written in, for the instruction set that
-// this file is being compiled for: AVX-512 (16 lanes), AVX2 + FMA (8) or GCC's generic vectors (4: SSE2, NEON, ...).
+// this file is being compiled for: AVX-512 (16 lanes), AVX2 + FMA (8), NEON (4) or GCC's generic vectors (4).
 //
 // Everything is in a namespace per instruction set and forced inline: two copies of one inline function, compiled with
 // different flags, must never be merged by the linker. For the same reason kernels use no standard library templates.
@@ -12,6 +12,8 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(QUIRE_NEON)
+#include <arm_neon.h>
 #endif
 
 #define QINLINE static inline __attribute__((always_inline))
@@ -40,6 +42,29 @@ QINLINE void with_constant(int64_t count, const F &f) {
 constexpr bool HAS_BF16_DOTS = true;
 #else
 constexpr bool HAS_BF16_DOTS = false;
+#endif
+
+// Vector registers, which bound the tiles that are kept in them.
+#if defined(__AVX512F__) || defined(QUIRE_NEON)
+constexpr int NUM_REGISTERS = 32;
+#else
+constexpr int NUM_REGISTERS = 16;
+#endif
+
+// Whether `fma` rounds once.
+#if defined(__AVX2__) || defined(__AVX512F__) || defined(QUIRE_NEON)
+constexpr bool HAS_FMA = true;
+#else
+constexpr bool HAS_FMA = false;
+#endif
+
+// Makes the compiler take a vector for changed, and keep it in a register where its name for them is known.
+#if defined(__SSE2__)
+#define QUIRE_KEEP(x) asm volatile("" : "+x"(x))
+#elif defined(__aarch64__)
+#define QUIRE_KEEP(x) asm volatile("" : "+w"(x))
+#else
+#define QUIRE_KEEP(x) asm volatile("" : "+m"(x))
 #endif
 
 #if defined(__AVX512F__)
@@ -288,6 +313,101 @@ QINLINE void transpose(Vec (&r)[LANES]) {
         const Vec low = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
         r[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
         r[i] = low;
+    }
+}
+
+#elif defined(QUIRE_NEON)
+
+constexpr int LANES = 4;
+using Vec = float32x4_t;
+using Bits = uint32x4_t;
+
+QINLINE Vec broadcast(float x) { return vdupq_n_f32(x); }
+QINLINE Bits broadcast_bits(uint32_t x) { return vdupq_n_u32(x); }
+QINLINE Vec load(const float *p) { return vld1q_f32(p); }
+QINLINE Bits load_bits(const void *p) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t *>(p))); }
+QINLINE void store(float *p, Vec x) { vst1q_f32(p, x); }
+QINLINE Vec load_partial(const float *p, int n) {
+    float lanes[LANES] = {};
+    for (int i = 0; i < n; ++i) lanes[i] = p[i];
+    return load(lanes);
+}
+QINLINE void store_partial(float *p, Vec x, int n) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+QINLINE Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
+QINLINE Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
+QINLINE Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
+QINLINE Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
+QINLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+QINLINE void fma_into(Vec &sum, Vec a, Vec b) { sum = fma(a, b, sum); }
+// sum = fma(w, x[LANE], sum), in sum's register: one load brings the inputs of four rows, and none is broadcast.
+template <int LANE>
+QINLINE void fma_lane(Vec &sum, Vec w, Bits x) {
+    asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(LANE));
+}
+// COUNT words, or the first four; what lies in other lanes is not set.
+template <int COUNT>
+QINLINE Bits load_words(const uint32_t *p) {
+    if constexpr (COUNT >= LANES) return vld1q_u32(p);
+    if constexpr (COUNT == 1) return vdupq_n_u32(*p);
+    const uint32x2_t low = vld1_u32(p);
+    return vcombine_u32(low, COUNT == 2 ? low : vdup_n_u32(p[COUNT - 1]));
+}
+// As on x86, the second operand where either is not a number; the instructions for it give that number.
+QINLINE Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+QINLINE Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+QINLINE Vec zero_where_less(Vec x, Vec limit, Vec value) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, limit)));
+}
+QINLINE Vec where_less(Vec x, Vec limit, Vec less, Vec other) { return vbslq_f32(vcltq_f32(x, limit), less, other); }
+QINLINE Bits as_bits(Vec x) { return vreinterpretq_u32_f32(x); }
+QINLINE Vec as_float(Bits x) { return vreinterpretq_f32_u32(x); }
+QINLINE Bits add_bits(Bits a, Bits b) { return vaddq_u32(a, b); }
+QINLINE Bits and_bits(Bits a, Bits b) { return vandq_u32(a, b); }
+QINLINE Bits or_bits(Bits a, Bits b) { return vorrq_u32(a, b); }
+template <int N>
+QINLINE Bits shift_left(Bits x) {
+    return vshlq_n_u32(x, N);
+}
+template <int N>
+QINLINE Bits shift_right(Bits x) {
+    if constexpr (N == 0) return x;  // the instruction shifts by 1 at least
+    else return vshrq_n_u32(x, N);
+}
+template <int N>
+QINLINE Bits shift_right_signed(Bits x) {
+    return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(x), N));
+}
+QINLINE Vec load(const bf16 *p) { return as_float(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t *>(p)), 16)); }
+QINLINE void store(bf16 *p, Vec x) {  // nearest, ties to even
+    const Bits bits = as_bits(x), odd = and_bits(shift_right<16>(bits), broadcast_bits(1));
+    const Bits rounded = add_bits(bits, add_bits(odd, broadcast_bits(0x7fff)));
+    const Bits checked = vbslq_u32(vceqq_f32(x, x), rounded, broadcast_bits(0x7fc00000u));
+    vst1_u16(reinterpret_cast<uint16_t *>(p), vshrn_n_u32(checked, 16));
+}
+QINLINE Vec to_float(Bits x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
+QINLINE Bits load_signed_bytes(const void *p) {
+    int32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(bytes))))));
+}
+QINLINE Vec value_where_below(Bits x, uint32_t limit, Vec value) {
+    const Bits is_below = vcltq_s32(vreinterpretq_s32_u32(x), vreinterpretq_s32_u32(broadcast_bits(limit)));
+    return as_float(and_bits(as_bits(value), is_below));
+}
+QINLINE float reduce_max(Vec x) {
+    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
+}
+QINLINE void transpose(Vec (&r)[LANES]) {
+    const float32x4x2_t first = vtrnq_f32(r[0], r[1]), second = vtrnq_f32(r[2], r[3]);
+    QUNROLL
+    for (int i = 0; i < 2; ++i) {
+        r[i] = vcombine_f32(vget_low_f32(first.val[i]), vget_low_f32(second.val[i]));
+        r[2 + i] = vcombine_f32(vget_high_f32(first.val[i]), vget_high_f32(second.val[i]));
     }
 }
 

@@ -6,6 +6,9 @@
 namespace quire::avx2 {
 extern const KernelTable table;
 }
+namespace quire::neon {
+extern const KernelTable table;
+}
 namespace quire::avx512vnni {
 extern const KernelTable table;
 }

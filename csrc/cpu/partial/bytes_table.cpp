@@ -1,10 +1,16 @@
-// The table of an instruction set that differs from AVX2 by products of bytes: AVX-VNNI, with 256 bits.
+// The table of an instruction set that differs from another's by products of bytes: AVX-VNNI with 256 bits from AVX2, Arm's
+// extensions from NEON.
 #include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
 
 const KernelTable &extended_table() {
-    static const KernelTable made = extend(avx2::table, [](KernelTable &table) {
+#if defined(QUIRE_NEON)
+    const KernelTable &base = neon::table;
+#else
+    const KernelTable &base = avx2::table;
+#endif
+    static const KernelTable made = extend(base, [](KernelTable &table) {
         table.int8_tile_rows = INT8_TILE_ROWS;
         table.int8_input_bytes = INT8_INPUT_BYTES;
         table.int4_input_bytes = INT4_INPUT_BYTES;
