@@ -84,20 +84,20 @@ class Fault:
     async def strike(self, round_: Round) -> None:
         """Wait for the moment, and do it; every fourth time a second one strikes what replaces what
         was lost."""
-        moment = self.rng.randrange(self.num_events)
+        # what there is, is found before the moment: that takes a while, in which streams end
+        moment = self.rng.randrange(1, self.num_events * 3 // 4)
+        processes = self.deployment.processes()
+        while round_.num_events == 0 and not round_.is_over:
+            await asyncio.sleep(0.001)
+        choices = [(how, name) for name in processes for how in ("kill", "stop")]
+        choices += [("cut", name) for name in self.deployment.links()]
+        # in turn, so that few faults meet as many kinds of them
+        how, name = sorted(choices)[self._turn(len(choices))]
         while round_.num_events < moment and not round_.is_over:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(self.rng.uniform(0.0, 0.02))
-        processes = self.deployment.processes()
-        links = self.deployment.links()
-        # kinds of links and processes in turn, so that few faults meet as many of them
-        choices: list[tuple[str, str]] = [
-            (how, name) for name in processes for how in ("kill", "stop")
-        ] + [("cut", name) for name in links]
-        how, name = sorted(choices)[self._turn(len(choices))]
-        self.told.append(f"{how} {name}")
+        self.told.append(f"{how} {name}{' too late' if round_.is_over else ''}")
         if how == "cut":
-            self._cut(name, self.rng.choice(links[name]))
+            self._cut(name, self.deployment.links().get(name, []))
         else:
             await self._signal(how, name, processes[name])
         if self.rng.random() < 0.25:
@@ -113,15 +113,15 @@ class Fault:
     def _turn(self, count: int) -> int:
         return (self.number * 7 + self.number // count) % count
 
-    def _cut(self, name: str, link: Link) -> None:
+    def _cut(self, name: str, links: Sequence[Link]) -> None:
         ends = name.split(" - ")
         if CLIENT in ends:
             self.permitted |= BROKEN
         elif self.deployment.is_routed and "router" in ends:
             self.permitted |= OF_BACK_ENDS
         try:
-            faults.cut(link.pid, link.fileno)
-        except OSError:
+            faults.cut(*self.rng.choice(links))
+        except (OSError, IndexError):
             self.told.append("which was gone")
 
     def _kill(self, pid: int) -> None:
