@@ -11,6 +11,7 @@ import pytest
 SCRIPT = "import os, {first}; print(os.environ.get('GOMP_SPINCOUNT'))"
 
 
+@pytest.mark.slow_except("*environment[!3]*")
 @pytest.mark.parametrize(
     ("first", "environment", "expected"),
     [

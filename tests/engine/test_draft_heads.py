@@ -92,7 +92,7 @@ def _run(engine: Engine, temperature: float, after_step: Any = lambda: None) -> 
     return {name: each.outputs[0].token_ids for name, each in outputs.items()}
 
 
-@pytest.mark.slow_except("mtp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "circumstances"),
     [

@@ -47,7 +47,7 @@ def _num_wrong(engine: Engine) -> int:
     return stats.num_run_tokens - sum(stats.num_right_by_place)
 
 
-@pytest.mark.slow_except("circumstances0", "circumstances4")
+@pytest.mark.slow_except("circumstances0")
 @pytest.mark.parametrize(
     "circumstances",
     [

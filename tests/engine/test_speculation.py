@@ -272,7 +272,7 @@ def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
 AGAIN = (" again", " and again")
 
 
-@pytest.mark.slow_except("suffix-*", "auto-*", "eagle3-*")
+@pytest.mark.slow_except("suffix-*", "auto-*")
 @pytest.mark.parametrize(
     ("make_guessing", "suffixes"),
     [

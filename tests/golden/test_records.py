@@ -127,6 +127,7 @@ def test_tables_and_caps_are_made_by_exact_functions(tmp_path: Path) -> None:
     assert exact.replaced >= {"cos", "sin", "pow", "tanh"}
 
 
+@pytest.mark.slow
 def test_another_model_gives_other_results(tmp_path: Path) -> None:
     """Negative control: the smallest of changes to a number of the model's."""
     path = write(CASES[CASE].checkpoint, tmp_path / "checkpoint")

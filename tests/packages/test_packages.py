@@ -88,6 +88,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield node.module
 
 
+@pytest.mark.slow
 def test_every_import_is_declared_and_every_dependency_imported() -> None:
     declared = _modules(None).union(*(_modules(extra) for extra in PLACES))
     imported = {BROUGHT.get(name, name) for name in _imports()}

@@ -94,6 +94,7 @@ def test_parameters_that_a_route_does_not_have_are_reported_as_fields_are() -> N
     assert (caught.value.code, caught.value.param) == ("unknown_parameter", "colour")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     st.binary(max_size=200)

@@ -51,6 +51,7 @@ def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool
     assert num_ahead > num_steps // 2, "too few steps are planned ahead to say anything"
 
 
+@pytest.mark.slow_except("0.6-True")
 @pytest.mark.parametrize("has_draft_model", [False, True])
 @pytest.mark.parametrize("chance", [_slow(0.0), 0.6, _slow(0.95)])
 @pytest.mark.timeout(600)
@@ -162,6 +163,7 @@ def test_seeds_that_once_failed(seed: int, is_liveness: bool) -> None:
     Simulation(make_scenario(seed, is_liveness=is_liveness)).run()
 
 
+@pytest.mark.slow
 def test_the_scenarios_do_what_they_are_for() -> None:
     """Otherwise hundreds of seeds might pass because nothing happens in them."""
     finished: dict[str, int] = {}

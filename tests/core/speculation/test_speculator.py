@@ -199,7 +199,7 @@ def test_nothing_is_kept_of_steps_that_were_lost() -> None:
     assert all(len(each) <= 8 for each in held)
 
 
-@pytest.mark.slow_except("7")
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [100, 193, 7])
 def test_pauses_cost_next_to_nothing(every: int) -> None:
     """Of a machine that sleeps, or an engine that is paused, for an hour amid requests."""

@@ -209,6 +209,7 @@ def test_a_budget_in_streams_and_for_several_answers(thinker: httpx.Client) -> N
     assert len({tuple(choice["token_ids"][:4]) for choice in whole}) > 1
 
 
+@pytest.mark.slow
 def test_a_budget_and_a_form(thinker: httpx.Client) -> None:
     """The answer has its form, behind thoughts that have an end."""
     fields: dict[str, Any] = {

@@ -176,6 +176,7 @@ def test_56_57_58_59_calls_and_what_follows_them(client: openai.OpenAI) -> None:
     }
 
 
+@pytest.mark.slow
 def test_74_a_stream_of_a_call(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {
         "parallel_tool_calls": False,

@@ -148,6 +148,7 @@ def test_71_72_75_deltas_add_up_to_the_whole(http: httpx.Client, fields: dict[st
 WIDE = "na\u00efve \u732b\U0001f431 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u0e01\u0e33 end"
 
 
+@pytest.mark.slow
 def test_37_72_characters_of_several_tokens_come_whole_also_before_a_stop(
     http: httpx.Client,
 ) -> None:
