@@ -114,11 +114,11 @@ class RanksExecutor(InlineExecutor):
         """Start the other ranks anew. Always raises: the step is lost, or, after several losses in
         a row, its requests are, too."""
         logger.error("a rank is lost; %d processes are replaced", self.group.shape.size - 1)
-        self._num_losses += 1
         try:
             self.group.restart()
         except EngineError as failed:  # one of the new ones is lost, too: the next step finds it so
             reason = str(failed)
+        self._num_losses += 1
         if self._num_losses > MAX_LOSSES:
             self._num_losses = 0
             error = GroupLostError(f"{MAX_LOSSES} groups in a row were lost: {reason}")

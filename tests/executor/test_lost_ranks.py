@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from quire.core.plan import CompanionError, StepPlan
-from quire.errors import EngineError
+from quire.errors import ConfigError, EngineError
 from quire.executor.interface import StepLostError
 from quire.executor.ranks import MAX_LOSSES, RanksExecutor
 from quire.parallel.group import GroupLostError
@@ -32,32 +32,45 @@ class Group:
 
 
 class Losing:
-    """A group that is always lost, and can be replaced from a certain time on."""
+    """A group that is always lost, and can be replaced once that has failed in some ways."""
 
-    def __init__(self, num_failures: int) -> None:
+    def __init__(self, *failures: EngineError | ConfigError) -> None:
         self.shape, self.is_lost = SimpleNamespace(size=2), True
-        self._num_failures = num_failures
+        self._failures = list(failures)
 
     def restart(self) -> None:
-        self._num_failures -= 1
-        if self._num_failures >= 0:
-            raise EngineError("the folder is not there")
+        if self._failures:
+            raise self._failures.pop(0)
 
 
 def test_several_losses_in_a_row_cost_the_requests_of_a_step_but_not_what_could_not_be_tried() -> (
     None
 ):
-    worker: Any = None
-    executor = RanksExecutor(worker, None, Losing(5))  # type: ignore[arg-type]
+    executor = _losing(*[ConfigError("the folder is not there")] * 5)
     for _ in range(5):
-        with pytest.raises(EngineError, match="the folder is not there"):
+        with pytest.raises(ConfigError, match="the folder is not there"):
             executor.launch(StepPlan(1, ()))
+    assert _costs(executor, MAX_LOSSES + 2) == [False] * MAX_LOSSES + [True, False]
+
+
+def test_a_rank_that_is_lost_while_it_replaces_another_counts_as_another_loss() -> None:
+    executor = _losing(*[EngineError("a rank ended while it was loading")] * 2)
+    assert _costs(executor, MAX_LOSSES + 2) == [False] * MAX_LOSSES + [True, False]
+
+
+def _losing(*failures: EngineError | ConfigError) -> RanksExecutor:
+    worker: Any = None
+    return RanksExecutor(worker, None, Losing(*failures))  # type: ignore[arg-type]
+
+
+def _costs(executor: RanksExecutor, num_steps: int) -> list[bool]:
+    """Whether the losses of so many steps cost their requests."""
     costs = []
-    for _ in range(MAX_LOSSES + 2):
+    for _ in range(num_steps):
         with pytest.raises(StepLostError) as lost:
             executor.launch(StepPlan(1, ()))
         costs.append(lost.value.costs_requests)
-    assert costs == [False] * MAX_LOSSES + [True, False]
+    return costs
 
 
 def _executor(group: Group, error: Exception) -> RanksExecutor:
