@@ -25,8 +25,7 @@ constexpr int max_panels(int rows) {
     return rows == 1 ? 2 : 1;
 }
 
-// In a tile of many rows every other input is broadcast by the multiplications themselves, where the instruction set can: fewer
-// instructions, which counts where another hyperthread takes its share of them. With all inputs, loads bound the speed.
+// One step: an input of each row times a vector of weights of each output.
 #if defined(QUIRE_NEON)
 template <int ROWS, int VECS, int ROW = 0>
 QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&w)[VECS], Bits words = Bits{}) {
@@ -36,6 +35,8 @@ QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&
     if constexpr (ROW + 1 < ROWS) accumulate<ROWS, VECS, ROW + 1>(sums, x, w, words);
 }
 #else
+// In a tile of many rows every other input is broadcast by the multiplications themselves, where the instruction set can: fewer
+// instructions, which counts where another hyperthread takes its share of them. With all inputs, loads bound the speed.
 template <int ROWS, int VECS>
 QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&w)[VECS]) {
     QUNROLL
