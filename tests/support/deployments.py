@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import faults
-from served import Served, is_alive, routing, serving, until
+from served import Served, routing, serving, until
 
 SERVER = ("--silence-timeout", "2", "--max-num-seqs", "32")
 DIVIDED = ("--distributed-timeout-seconds", "1")
@@ -223,4 +223,4 @@ def deployed(name: str, folder: Path) -> Iterator[Deployment]:
     finally:
         for each in reversed(made.nodes.values()):
             each.end()
-    until(lambda: not any(map(is_alive, pids)))
+    until(lambda: faults.have_ended(pids))
