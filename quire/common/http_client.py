@@ -20,6 +20,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from quire.common.lookup import addresses_of
+from quire.common.watch_clock import counted_timeout, looking_clock
 from quire.errors import ConfigError, QuireError
 
 MAX_HEAD_BYTES = 64 << 10
@@ -232,7 +233,7 @@ class HttpClient:
     async def _connect(self) -> _Connection:
         address = self.address
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with counted_timeout(self._connect_timeout_s):
                 *others, last = await addresses_of(address.host, address.port)
                 for host in others:
                     with contextlib.suppress(OSError):
@@ -283,7 +284,6 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, view: memoryview) -> None:
         """`view` is what is read into; it may be shared with others of the same loop."""
         self._view = view
-        self._now = asyncio.get_running_loop().time
         self._is_between_chunks = False
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -301,7 +301,8 @@ class _Connection(asyncio.BufferedProtocol):
         """Whether the connection may be used again once the body has ended."""
         self._is_head = False
         """Whether the answer has no body, whatever length it says."""
-        self._last_s = 0.0
+        self._is_silent = True
+        """Whether nothing has come since the last look."""
         self.has_answered = False
         self.is_reusable = False
 
@@ -329,7 +330,7 @@ class _Connection(asyncio.BufferedProtocol):
             0,
         )
         self._receiver, self._is_head = receiver, is_head
-        self._take, self._last_s = self._take_head, loop.time()
+        self._take = self._take_head
         transport.write(data)
         try:
             return await self._finish(self._done, timeout_s)
@@ -341,18 +342,18 @@ class _Connection(asyncio.BufferedProtocol):
             self._sink = self._receiver = None
 
     async def _finish(self, done: asyncio.Future[HttpResponse], timeout_s: float) -> HttpResponse:
-        """Wait with a limit on silence; the clock is looked at when the limit could have been
-        reached, not at each piece."""
-        loop = asyncio.get_running_loop()
-        while True:
-            if self._is_paused:
-                self._last_s = loop.time()
-            left_s = self._last_s + timeout_s - loop.time()
-            if left_s <= 0:
-                raise HttpError(f"the server was silent for {timeout_s:g} s", kind="timeout")
-            await asyncio.wait([done], timeout=left_s)
+        """Wait with a limit on silence; the clock is looked at a few times in that, not at each
+        piece."""
+        clock, interval_s = looking_clock(timeout_s, asyncio.get_running_loop().time)
+        ends_s = clock() + timeout_s
+        while (left_s := ends_s - clock()) > 0:
+            self._is_silent = True
+            await asyncio.wait([done], timeout=min(left_s, interval_s))
             if done.done():
                 return done.result()
+            if self._is_paused or not self._is_silent:
+                ends_s = clock() + timeout_s
+        raise HttpError(f"the server was silent for {timeout_s:g} s", kind="timeout")
 
     def pause(self) -> None:
         """See `Valve`."""
@@ -363,8 +364,7 @@ class _Connection(asyncio.BufferedProtocol):
     def resume(self) -> None:
         """See `Valve`."""
         if self._transport is not None and self._is_paused:
-            self._is_paused = False
-            self._last_s = asyncio.get_running_loop().time()
+            self._is_paused = self._is_silent = False
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -387,7 +387,7 @@ class _Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read."""
         data = bytes(self._view[:nbytes])
-        self._last_s = self._now()
+        self._is_silent = False
         if self._is_between_chunks and not (self._buffer or self._is_over) and self._frame(data):
             return
         self._parse(data)

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from quire.common.watch_clock import WatchClock
 from quire.errors import ConfigError, EngineError
 
 BEAT_INTERVAL_S = 0.25
@@ -26,7 +27,7 @@ LOADING_SILENCE_S = 60.0
 computing: torch alone has taken 6 s to import on a busy machine, which is not interrupted."""
 _LOOK_INTERVAL_S = 0.05
 _MOST_COUNTED_S = 0.1
-"""Of silence at a time: where this process was stopped itself, or did not look, no time passed."""
+"""Of silence between two looks."""
 _KILL_TIMEOUT_S = 10.0
 _MAX_ANSWER_CHARS = 1 << 16
 
@@ -99,7 +100,8 @@ class RankProcess:
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_ready = False
         self._patience_s = max(LOADING_SILENCE_S, start.get("silence_s", 0.0))
-        self._silent_s, self._looked_s = 0.0, time.monotonic()
+        self._clock = WatchClock(_MOST_COUNTED_S)
+        self._last_sign_s = self._clock()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -131,9 +133,9 @@ class RankProcess:
             try:
                 line = self._answers.get(timeout=timeout_s)
             except queue.Empty:
-                self._count_silence()
+                self._check_silence()
                 break
-            self._silent_s = 0.0
+            self._last_sign_s = self._clock()
             if not line:
                 raise EngineError(f"a rank ended while it was loading (process {self.pid})")
             answer = json.loads(line)
@@ -143,13 +145,11 @@ class RankProcess:
             self._is_ready = bool(answer.get("ready"))
         return self._is_ready
 
-    def _count_silence(self) -> None:
-        now_s = time.monotonic()
-        self._silent_s += min(now_s - self._looked_s, _MOST_COUNTED_S)
-        self._looked_s = now_s
-        if self._silent_s > self._patience_s:
+    def _check_silence(self) -> None:
+        silent_s = self._clock() - self._last_sign_s
+        if silent_s > self._patience_s:
             raise EngineError(
-                f"a rank gave no sign of life for {self._silent_s:.0f} s while it was loading "
+                f"a rank gave no sign of life for {silent_s:.0f} s while it was loading "
                 f"(process {self.pid})"
             )
 

@@ -15,6 +15,7 @@ import msgspec
 
 from quire.common.failures import log_failure
 from quire.common.http_client import HttpClient, HttpError, HttpRequest
+from quire.common.watch_clock import counted_timeout
 from quire.config.route import RouteConfig
 from quire.router.fleet import Fleet, Replica
 from quire.routing.observed import POOL, ObservedMemory
@@ -131,7 +132,7 @@ class Feeds:
             host_name=replica.client.host_name,
         ) as client:
             path = f"/v1/kv_events?log={log}&since={since}&wait_ms={_WAIT_MS}"
-            async with asyncio.timeout(self._config.connect_timeout_s + wait_s):
+            async with counted_timeout(self._config.connect_timeout_s + wait_s):
                 answer = await client.request(HttpRequest("GET", path, headers=self._headers))
         return _decoder.decode(answer.body) if answer.status == 200 else answer.status
 

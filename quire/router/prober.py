@@ -17,6 +17,7 @@ import msgspec
 from quire.common.failures import log_failure
 from quire.common.http_client import Address, HttpClient, HttpError, HttpRequest
 from quire.common.lookup import addresses_of
+from quire.common.watch_clock import counted_timeout
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.fleet import Fleet, Replica
@@ -117,7 +118,7 @@ class Prober:
         looked up keeps those that it had."""
         for source in tuple(self._sources):
             try:
-                async with asyncio.timeout(self._config.connect_timeout_s):
+                async with counted_timeout(self._config.connect_timeout_s):
                     urls = await source.resolve()
             except (OSError, TimeoutError) as error:
                 logger.warning("%s cannot be resolved: %s", source.url, type(error).__name__)
@@ -196,7 +197,7 @@ class Prober:
             host_name=replica.client.host_name,
         ) as client:
             try:
-                async with asyncio.timeout(config.connect_timeout_s + config.health_timeout_s):
+                async with counted_timeout(config.connect_timeout_s + config.health_timeout_s):
                     answer = await client.request(HttpRequest("GET", path, headers=self._headers))
             except TimeoutError:
                 raise HttpError("the answer to a probe did not end", kind="timeout") from None

@@ -208,6 +208,39 @@ def test_silence_has_a_limit_but_a_slow_stream_is_not_silent() -> None:
     asyncio.run(ask())
 
 
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """Its clock leaps, as after a time in which the process was stopped."""
+
+    leapt_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.leapt_s
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_server_is_not_silent_while_the_client_is_stopped(is_begun: bool) -> None:
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, LeapingLoop)
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            if is_begun:
+                writer.write(COUNTED[:-3])
+            await asyncio.sleep(0.05)
+            for _ in range(3):
+                loop.leapt_s += 3600.0
+                await asyncio.sleep(0.05)  # in which all that is due by now happens
+            writer.write(COUNTED[-3:] if is_begun else COUNTED)
+            writer.close()
+
+        async with served(handle, timeout_s=60.0) as client:
+            assert (await client.request(GET)).body == b"hello!"
+
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        runner.run(ask())
+
+
 def test_a_cancelled_request_closes_its_connection() -> None:
     async def ask() -> None:
         has_come, is_closed = asyncio.Event(), asyncio.Event()

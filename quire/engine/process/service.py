@@ -4,9 +4,10 @@ signals; what builds it, and the signs of life beside its steps, are `host.py`'s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from quire.common.residence import UNDER_WAY
+from quire.common.watch_clock import WatchClock
 from quire.core.kvcache.events import KVEventBatch
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
@@ -51,13 +52,16 @@ _LOADING_S = 0.01
 """So often an engine that has nothing to do looks whether its next weights are loaded."""
 _FLUSH_S = 0.25
 """So often such a server is tried again."""
+_MOST_COUNTED_S = 1.0
+"""Of a step's time between two heartbeats, of which there are four a second."""
 
 
 class Service:
     """The requests of one engine, by the server's numbers."""
 
-    def __init__(self, loop: StepLoop) -> None:
+    def __init__(self, loop: StepLoop, clock: Callable[[], float] = time.monotonic) -> None:
         self.loop = loop
+        self._clock = WatchClock(_MOST_COUNTED_S, clock)
         loop.record_steps()
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
@@ -94,7 +98,7 @@ class Service:
             wait((), (channel,), _FLUSH_S)
             channel.flush()
         if self.has_work:
-            self._step_began_s = time.monotonic()
+            self._step_began_s = self._clock()
             deltas = self.step()
             self._step_began_s = None
             if deltas is not None:
@@ -158,7 +162,7 @@ class Service:
         """Return a picture, taken from another thread while steps go on:
         its numbers may be of two neighbouring steps."""
         began_s = self._step_began_s
-        step_age_s = None if began_s is None else time.monotonic() - began_s
+        step_age_s = None if began_s is None else self._clock() - began_s
         return Heartbeat(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
     def _add(self, message: AddRequest) -> Refused | None:

@@ -114,7 +114,7 @@ class Supervisor:
             return "failed"
         if self._process is None or not self.watch.is_loaded:
             return "restarting" if self.watch.num_restarts else "loading"
-        if self.watch.complaint(time.monotonic()) is not None:
+        if self.watch.complaint() is not None:
             return "stalled"
         return "sleeping" if self._asleep else "ready"
 
@@ -143,11 +143,11 @@ class Supervisor:
             self._thread.join(timeout_s)
 
     def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
-        watch, state, reason, now = self.watch, self.state, self.reason, time.monotonic()
+        watch, state, reason = self.watch, self.state, self.reason
         if state == "sleeping":
             reason = f"it sleeps: {' and '.join(self._asleep)} went back to the system"
         if state == "stalled":
-            reason = watch.complaint(now) or "the engine shows no progress"
+            reason = watch.complaint() or "the engine shows no progress"
         heartbeat = watch.heartbeat
         num_waiting = max(heartbeat.num_waiting, num_requests - heartbeat.num_running, 0)
         return EngineStatus(
@@ -156,10 +156,8 @@ class Supervisor:
             num_requests=num_requests,
             num_prompt_tokens=num_prompt_tokens,
             **heartbeat.counters() | {"num_waiting": num_waiting},
-            last_step_age_s=None
-            if not num_requests or watch.last_step_s is None
-            else now - watch.last_step_s,
-            last_sign_of_life_age_s=now - watch.last_sign_s if watch.last_sign_s else None,
+            last_step_age_s=watch.step_age_s if num_requests else None,
+            last_sign_of_life_age_s=watch.sign_age_s,
             num_restarts=watch.num_restarts,
             engine_pid=self.engine_pid,
         )
@@ -200,7 +198,7 @@ class Supervisor:
         except (ChannelClosed, ProtocolError) as error:
             self._replace(str(error))
             return
-        complaint = self.watch.complaint(time.monotonic()) if self._process is not None else None
+        complaint = self.watch.complaint() if self._process is not None else None
         if complaint is not None:
             self._replace(complaint)
 
@@ -210,15 +208,15 @@ class Supervisor:
                 self._commands.get_nowait()()
 
     def _start_if_due(self) -> None:
-        now = time.monotonic()
-        if self._start_at_s is None or now < self._start_at_s:
+        if self._start_at_s is None or time.monotonic() < self._start_at_s:
             return
         try:
-            self._process = self._launch()
+            process = self._launch()
         except EngineError as error:
             self._pause(str(error))
         else:
-            self.watch.start(now)
+            self.watch.start()  # before others see it, who would judge it by its predecessor
+            self._process = process
 
     def _talk(self) -> None:
         """Tell the engine what it must hear, wait for something to happen,
@@ -281,14 +279,13 @@ class Supervisor:
                 entry.is_sent = True
 
     def _take(self, message: Up) -> None:
-        now = time.monotonic()
-        self.watch.last_sign_s = now
+        self.watch.hear(message if isinstance(message, Heartbeat) else None)
+        if isinstance(message, Heartbeat):
+            return
         if isinstance(message, StepDeltas):
             if any(delta.token_ids for delta in message.deltas):
                 self.watch.note_progress()
             self._deliver(self._journal.take(message))
-        elif isinstance(message, Heartbeat):
-            self.watch.hear(message, now)
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""
             logger.info("the engine is ready after %.2f s", message.load_s)

@@ -1,16 +1,21 @@
 """When an engine counts as lost, how soon another is started, and when to give up.
-Arithmetic on times alone."""
+Arithmetic on times alone; that in which the supervisor itself was stopped is none."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.common.watch_clock import WatchClock
 from quire.engine.process.messages import Heartbeat
 from quire.errors import ConfigError
 
 LOADING_SILENCE_S = 60.0
 """A process that starts says nothing while libraries are imported:
 torch alone has taken 6 s on a busy machine."""
+_MOST_COUNTED_S = 0.5
+"""Of the time between two looks, of which the supervisor makes ten a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,48 +49,62 @@ class WatchConfig:
 class Watch:
     """One engine's signs of life, and the record of those before it."""
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self._clock = WatchClock(_MOST_COUNTED_S, clock)
         self.heartbeat = Heartbeat()
         self.num_restarts = 0
         self.num_deaths_in_a_row = 0
         """Engines that died before any request had a token of them."""
         self.is_loaded = False
-        self.last_sign_s = 0.0
-        self.last_step_s: float | None = None
+        self._last_sign_s: float | None = None
+        self._last_step_s: float | None = None
         """When the last step was seen to have ended, or the last idle time."""
         self._started_s = 0.0
 
-    def start(self, now: float) -> None:
+    def start(self) -> None:
         """Note that an engine has been started."""
-        self._started_s = self.last_sign_s = now
+        self._started_s = self._last_sign_s = self._clock()
         self.is_loaded = False
-        self.last_step_s = None
+        self._last_step_s = None
         self.heartbeat = Heartbeat()
 
-    def hear(self, heartbeat: Heartbeat, now: float) -> None:
-        """Take a heartbeat."""
-        self.last_sign_s = now
+    def hear(self, heartbeat: Heartbeat | None = None) -> None:
+        """Note a sign of life, and what it says, if it is a heartbeat."""
+        now = self._last_sign_s = self._clock()
+        if heartbeat is None:
+            return
         if heartbeat.num_steps != self.heartbeat.num_steps or heartbeat.step_age_s is None:
-            self.last_step_s = now - (heartbeat.step_age_s or 0.0)
+            self._last_step_s = now - (heartbeat.step_age_s or 0.0)
         self.heartbeat = heartbeat
+
+    @property
+    def sign_age_s(self) -> float | None:
+        """How long ago the last sign of life came."""
+        return None if self._last_sign_s is None else self._clock() - self._last_sign_s
+
+    @property
+    def step_age_s(self) -> float | None:
+        """How long ago the last step was seen to have ended, or the last idle time."""
+        return None if self._last_step_s is None else self._clock() - self._last_step_s
 
     def note_progress(self) -> None:
         """Note that a request has a new token."""
         self.num_deaths_in_a_row = 0
 
-    def complaint(self, now: float) -> str | None:
+    def complaint(self) -> str | None:
         """Return why the engine must be replaced, if it must."""
-        config = self.config
+        config, now = self.config, self._clock()
+        silent_s = 0.0 if self._last_sign_s is None else now - self._last_sign_s
         patience_s = (
             config.silence_timeout_s
             if self.is_loaded
             else max(config.silence_timeout_s, LOADING_SILENCE_S)
         )
-        if now - self.last_sign_s > patience_s:
-            return f"no sign of life for {now - self.last_sign_s:.1f} s"
+        if silent_s > patience_s:
+            return f"no sign of life for {silent_s:.1f} s"
         age_s = self.heartbeat.step_age_s
-        if age_s is not None and age_s + now - self.last_sign_s > config.step_timeout_s:
+        if age_s is not None and age_s + silent_s > config.step_timeout_s:
             return f"one step has been running for {age_s:.0f} s"
         if not self.is_loaded and now - self._started_s > config.load_timeout_s:
             return f"the model is not loaded after {config.load_timeout_s:.0f} s"

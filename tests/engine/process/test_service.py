@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import msgspec
 import pytest
 from cycles import no_cycles_of
@@ -11,7 +13,9 @@ from quire.core.images import Image, PlacedImage, contents_of
 from quire.core.plan import RowSampling
 from quire.core.request import Request, Sequence
 from quire.core.request_spec import RequestSpec
+from quire.core.scheduler.scheduler import Progress
 from quire.engine.loop.step_loop import StepLoop
+from quire.engine.process.channel import Channel
 from quire.engine.process.messages import Abort, AddRequest, Down, Finish
 from quire.engine.process.service import Service
 from quire.engine.process.shared_lists import without_lists
@@ -88,3 +92,28 @@ def test_images_cross_as_they_are() -> None:
     assert isinstance(again, AddRequest) and again.spec == spec
     assert isinstance(again.spec.sampling.images[0].image, Image)
     assert without_lists(spec).sampling.images == placed
+
+
+def test_time_in_which_the_process_was_stopped_is_no_part_of_a_step(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats are sent while a step runs, unless the whole process is stopped."""
+    now_s, ages_s = 0.0, list[float | None]()
+    service = Service(service.loop, lambda: now_s)
+    advance = service.loop.advance
+
+    def stopped_for_an_hour() -> list[Progress]:
+        nonlocal now_s
+        for passed_s in (0.25, 0.25, 3600.0, 0.25):
+            now_s += passed_s
+            ages_s.append(service.heartbeat().step_age_s)
+        return advance()
+
+    monkeypatch.setattr(service.loop, "advance", stopped_for_an_hour)
+    _add(service, 0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        service.serve_round(Channel(ours, Down))
+    assert ages_s[:2] == [0.25, 0.5]
+    assert all(age_s is not None and age_s < 5.0 for age_s in ages_s)
+    assert service.heartbeat().step_age_s is None

@@ -9,39 +9,74 @@ from quire.engine.process.watch import LOADING_SILENCE_S, Watch, WatchConfig
 from quire.errors import ConfigError
 
 
-def _loaded(**options: float) -> Watch:
-    watch = Watch(WatchConfig(**options))  # type: ignore[arg-type]
-    watch.start(100.0)
-    watch.is_loaded = True
-    return watch
+class Watched:
+    """A watch, and its clock, which is looked at ten times a second unless time leaps."""
+
+    def __init__(self, **options: float) -> None:
+        self.now_s = 100.0
+        self.watch = Watch(WatchConfig(**options), lambda: self.now_s)  # type: ignore[arg-type]
+        self.watch.start()
+
+    def complaint_after(self, seconds: float) -> str | None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 0.1)
+            complaint = self.watch.complaint()
+        return complaint
+
+    def leap(self, seconds: float) -> None:
+        """Have time pass in which the watcher does not run."""
+        self.now_s += seconds
+
+
+def _loaded(**options: float) -> Watched:
+    watched = Watched(**options)
+    watched.watch.is_loaded = True
+    return watched
 
 
 def test_silence_is_a_complaint_and_idleness_is_none() -> None:
-    watch = _loaded(silence_timeout_s=10.0)
-    for second in range(100, 1000):
-        watch.hear(Heartbeat(num_steps=5), float(second))
-        assert watch.complaint(second + 0.5) is None
-    assert watch.complaint(1008.9) is None
-    assert "no sign of life" in str(watch.complaint(1009.5))
+    watched = _loaded(silence_timeout_s=10.0)
+    for _ in range(100):
+        watched.watch.hear(Heartbeat(num_steps=5))
+        assert watched.complaint_after(1.0) is None
+    assert watched.complaint_after(8.9) is None
+    assert "no sign of life" in str(watched.complaint_after(0.2))
+    watched.watch.hear()
+    assert watched.complaint_after(9.9) is None
+    assert watched.watch.sign_age_s == pytest.approx(9.9)
 
 
 def test_a_step_without_end_is_a_complaint_though_there_are_signs_of_life() -> None:
-    watch = _loaded(step_timeout_s=60.0)
+    watched = _loaded(step_timeout_s=60.0)
     for age in range(60):
-        watch.hear(Heartbeat(num_steps=5, step_age_s=float(age)), 200.0 + age)
-        assert watch.complaint(200.0 + age) is None
-    watch.hear(Heartbeat(num_steps=5, step_age_s=61.0), 261.0)
-    assert "one step" in str(watch.complaint(261.0))
+        watched.watch.hear(Heartbeat(num_steps=5, step_age_s=float(age)))
+        assert watched.complaint_after(0.9) is None
+    watched.watch.hear(Heartbeat(num_steps=5, step_age_s=61.0))
+    assert "one step" in str(watched.watch.complaint())
 
 
 def test_loading_may_be_silent_for_longer_but_not_for_ever() -> None:
-    watch = Watch(WatchConfig(silence_timeout_s=1.0, load_timeout_s=300.0))
-    watch.start(0.0)
-    assert watch.complaint(LOADING_SILENCE_S - 1) is None
-    assert watch.complaint(LOADING_SILENCE_S + 1) is not None
-    watch.hear(Heartbeat(), 299.0)
-    assert watch.complaint(299.5) is None
-    assert "not loaded" in str(watch.complaint(301.0))
+    watched = Watched(silence_timeout_s=1.0, load_timeout_s=300.0)
+    assert watched.complaint_after(LOADING_SILENCE_S - 1) is None
+    assert "no sign of life" in str(watched.complaint_after(2.0))
+    for _ in range(298 - int(LOADING_SILENCE_S)):
+        watched.watch.hear(Heartbeat())
+        assert watched.complaint_after(1.0) is None
+    watched.watch.hear(Heartbeat())
+    assert "not loaded" in str(watched.complaint_after(2.0))
+
+
+def test_time_in_which_the_watcher_was_stopped_is_not_held_against_the_engine() -> None:
+    """As of a terminal's Ctrl-Z, or a container that was frozen with both in it."""
+    watched = _loaded(silence_timeout_s=10.0, step_timeout_s=60.0)
+    watched.watch.hear(Heartbeat(num_steps=5, step_age_s=50.0))
+    watched.leap(3600.0)
+    assert watched.complaint_after(5.0) is None
+    assert "no sign of life" in str(watched.complaint_after(6.0)), "it is silent while watched"
+    loading = Watched(load_timeout_s=300.0)
+    loading.leap(3600.0)
+    assert loading.complaint_after(LOADING_SILENCE_S - 1) is None
 
 
 def test_restarts_come_at_once_then_slower_then_never() -> None:
