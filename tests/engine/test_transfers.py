@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from engines import run_all
+from ports import reserved_port
 
 from quire.config.engine import EngineConfig
 from quire.core.kvcache.audit import audit_manager
@@ -40,18 +41,11 @@ ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id
 Make = Callable[..., Engine]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     """Builds engines of a tiny model; `role` and `transfer` say what they transfer, and how."""
     engines: list[Engine] = []
-    port = free_port()
+    port = reserved_port()
 
     def build(role: str | None = None, **options: Any) -> Engine:
         config = options.pop("config", TINY_LLAMA)

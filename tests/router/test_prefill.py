@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import FakeBackend, answer_text, backends
+from ports import reserved_port
 from routed import Routed, routed, words
 from served import DEADLINE_S, Served, routing, serving
 
@@ -159,13 +160,6 @@ def test_a_wrong_url_is_refused() -> None:
         PrefillStage(RouteConfig(backend=("http://a:1",), prefill_backend=("ftp://x",)))
 
 
-def _port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def _options(role: str, port: int) -> tuple[str, ...]:
     extra = {"pull_timeout_s": 2.0}
     config = {"kv_connector": "TcpConnector", "kv_role": role, "kv_port": port}
@@ -188,7 +182,7 @@ def _counted(server: Served, name: str) -> float:
 
 @pytest.mark.slow
 def test_real_servers_whose_producer_is_stopped_and_killed_answer_every_request() -> None:
-    port = _port()
+    port = reserved_port()
     with (
         serving(*_options("kv_producer", port)) as producer,
         serving(*_options("kv_consumer", port)) as consumer,

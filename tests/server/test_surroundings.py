@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import reserved_port
 from served import DEADLINE_S, OPTIONS, Served, children, frozen, is_alive, serving, until
 from timing import timed
 
@@ -30,15 +30,10 @@ ASSETS = Path(quire.__file__).parent / "assets" / "quire-storyteller"
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "32MiB")
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def _unheard(model: str, folder: Path) -> Iterator[Served]:
     """A server that is started in `folder`, and that can write nowhere."""
-    port = _free_port()
+    port = reserved_port()
     command = [sys.executable, "-P", "-m", "quire", "serve", model, *SMALL, "--port", str(port)]
     with (
         open("/dev/full", "wb") as full,

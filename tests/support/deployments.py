@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import faults
+from ports import reserved_port
 from served import Served, routing, serving, until
 
 SERVER = ("--silence-timeout", "2", "--max-num-seqs", "32")
@@ -150,14 +150,8 @@ class Deployment:
         return all(each["state"] != "down" for each in shown)
 
 
-def _port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def _server(name: str, folder: Path, *options: str) -> tuple[Node, str]:
-    port = _port()
+    port = reserved_port()
     given = (*SERVER, *options, "--port", str(port))
     return Node(
         name, lambda log: serving(*given, log=log), folder / name
@@ -165,7 +159,7 @@ def _server(name: str, folder: Path, *options: str) -> tuple[Node, str]:
 
 
 def _router(folder: Path, *options: str) -> Node:
-    given = (*ROUTER, *options, "--port", str(_port()))
+    given = (*ROUTER, *options, "--port", str(reserved_port()))
     return Node("router", lambda log: routing(*given, log=log), folder / "router")
 
 
@@ -177,7 +171,7 @@ def _prefill_and_decode(folder: Path) -> Deployment:
     extra = {"pull_timeout_s": 2.0}
     config = {
         "kv_connector": "TcpConnector",
-        "kv_port": _port(),
+        "kv_port": reserved_port(),
         "kv_connector_extra_config": extra,
     }
     producer, consumer = (

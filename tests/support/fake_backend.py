@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ports import reserved_port
+
 
 @dataclass(slots=True)
 class FakeBackend:
@@ -47,11 +49,11 @@ class FakeBackend:
         return len(self._writers)
 
     async def start(self) -> None:
-        """Listen, on the same port as before."""
+        """Listen, on the same port as before, which nothing else has taken meanwhile."""
+        self.port = self.port or reserved_port()
         self._server = await asyncio.start_server(
             self._connection, "127.0.0.1", self.port, backlog=1024
         )
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Take no more connections."""
