@@ -20,12 +20,14 @@ from fake_backend import FakeBackend, answer_text, backends
 from ports import reserved_port
 from routed import Routed, routed, words
 from served import DEADLINE_S, Served, routing, serving
+from stopped import has_ended
 
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.prefill import PrefillStage
 
 FOUND = {"do_remote_prefill": True, "remote_request_id": "lease", "remote_host": "h"}
+PULLED, PREFILLS = "quire:kv_transfer_prompts_pulled_total", "quire:router_prefills_total"
 BODY = {"model": "m", "prompt": "once " * 200, "max_tokens": 6, "seed": 7}
 
 
@@ -175,9 +177,17 @@ def _ask(url: str, number: int) -> str:
     return text
 
 
-def _counted(server: Served, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+def _counted(server: Served, name: str, label: str = "") -> float:
+    """The sum of a metric's series that have a label."""
+    lines = server.get("/metrics").text.splitlines()
+    named = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+    assert named, f"there is no {name}"
+    return sum(float(line.split()[-1]) for line in named)
+
+
+def _clear_cache(server: Served) -> None:
+    answer = httpx.delete(f"{server.url}/v1/cache", timeout=DEADLINE_S)
+    assert answer.status_code == 200 and answer.json()["num_blocks"] > 0, answer.text
 
 
 @pytest.mark.slow
@@ -190,7 +200,7 @@ def test_real_servers_whose_producer_is_stopped_and_killed_answer_every_request(
         producer.await_ready()
         consumer.await_ready()
         alone = {number: _ask(producer.url, number) for number in range(24)}
-        httpx.post(f"{producer.url}/reset_prefix_cache", timeout=DEADLINE_S)
+        _clear_cache(producer)  # so that it computes what it hands over
         options = ("--prefill-timeout-s", "3")
         with routing(
             "--backend", consumer.url, "--prefill-backend", producer.url, *options
@@ -198,7 +208,8 @@ def test_real_servers_whose_producer_is_stopped_and_killed_answer_every_request(
             router.await_ready()
             for number in range(8):
                 assert _ask(router.url, number) == alone[number]
-            assert _counted(consumer, "quire:kv_transfer_prompts_pulled_total") >= 4
+            num_pulled = _counted(consumer, PULLED)
+            assert num_pulled >= 4 and _counted(router, PREFILLS, '"handed_over"') >= num_pulled
             texts: dict[int, str] = {}
 
             def ask(number: int) -> None:
@@ -215,3 +226,8 @@ def test_real_servers_whose_producer_is_stopped_and_killed_answer_every_request(
             for thread in asking:
                 thread.join(DEADLINE_S)
             assert texts == {number: alone[number] for number in range(8, 24)}
+            # ten came when it was stopped or gone
+            assert _counted(router, PREFILLS, '"failed"') >= 10
+            assert _counted(router, PREFILLS) == 24 and all(map(has_ended, pids))
+            consumer.await_idle()
+            assert consumer.progress()["num_restarts"] == 0
