@@ -22,6 +22,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
+NOT_SHARED = f"no shared data at {SHARED} (set QUIRE_SHARED)"
 
 # Triton reads at its first import whether to interpret kernels on the CPU, so this comes before
 # anything can import it.
@@ -67,6 +68,19 @@ def pytest_xdist_auto_num_workers() -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return num_cores + (num_cores + 1) // 2
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much was not tested because the shared data is missing: among thousands of passed
+    tests, their number alone is not noticed."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    num_tests = sum(NOT_SHARED in str(report.longrepr) for report in skipped)
+    if num_tests:
+        terminalreporter.section("shared data", yellow=True)
+        terminalreporter.line(
+            f"There is no folder {SHARED}, where models, traces and goldens are looked for: "
+            f"{num_tests} tests were skipped. Set QUIRE_SHARED to where it is."
+        )
 
 
 def pytest_sessionstart() -> None:
@@ -146,5 +160,5 @@ def shared() -> Path:
     """The folder of shared models, traces and goldens;
     tests that need it are skipped where it is missing."""
     if not SHARED.is_dir():
-        pytest.skip(f"no shared data at {SHARED} (set QUIRE_SHARED)")
+        pytest.skip(NOT_SHARED)
     return SHARED
