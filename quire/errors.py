@@ -20,9 +20,14 @@ exception, never a `QuireError`.
 
 from __future__ import annotations
 
+import copyreg
+
 
 class QuireError(Exception):
     """Base of all errors that are not bugs of Quire's own."""
+
+    def __reduce__(self) -> tuple[object, ...]:  # whatever a constructor needs
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(QuireError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.engine.decisions.calls import DecisionCalls
 from quire.engine.front import absent as without
-from quire.engine.front.absent import absent
+from quire.engine.front.absent import BoundToProcess, absent
 from quire.engine.front.adapters import ChosenAdapter, LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.image_marks import Marks, marks_of
@@ -43,7 +43,7 @@ Progress = bool | Callable[..., Any]
 """Whether to show a progress bar, or what makes one, called as `tqdm` is."""
 
 
-class LLM(PoolingCalls, DecisionCalls):
+class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
     """A model in this process. Safe to use from several threads, whose requests are computed
     together.
 

@@ -17,7 +17,7 @@ from quire.common.residence import (
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.engine.assembly.builder import build_engine
-from quire.engine.front.absent import absent
+from quire.engine.front.absent import BoundToProcess, absent
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
 from quire.engine.loop.engine import Engine, Output
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from quire.engine.front.metrics import Metric
 
 
-class LLMEngine:
+class LLMEngine(BoundToProcess):
     """One model in this process. Safe to use from several threads; an output is given to one of
     them.
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -155,3 +158,33 @@ def test_close_ends_open_streams(llm: AsyncLLM) -> None:
 
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(run())
+
+
+def test_a_forked_process_is_refused_and_the_engine_goes_on(llm: AsyncLLM) -> None:
+    async def ask() -> list[RequestOutput]:
+        return await asyncio.wait_for(_collect(llm, [3, 4, 5], _params()), 60)
+
+    expected = asyncio.run(ask())[-1].outputs[0].token_ids
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            asyncio.run(ask())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    assert told.startswith("EngineError: the engine runs in process"), told
+    assert asyncio.run(ask())[-1].outputs[0].token_ids == expected
+
+
+def test_what_has_an_engine_is_neither_pickled_nor_copied(llm: AsyncLLM, tiny_config: Path) -> None:
+    with LLM(str(tiny_config), **OPTIONS) as offline:
+        for owner in (llm, offline, offline.llm_engine):
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(EngineError, match="can be neither pickled nor copied"):
+                    copied(owner)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,22 @@ def test_llm_sleeps_and_says_so() -> None:
         for tags in (["weight"], []):
             with pytest.raises(InvalidParameterError, match="must be of weights, kv_cache"):
                 llm.wake_up(tags)
+
+
+def test_nothing_can_be_asked_of_an_engine_that_was_closed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.close()
+    commands: list[Callable[[], object]] = [
+        lambda: engine.sleep(1),
+        engine.wake_up,
+        lambda: engine.load_weights("quire-storyteller"),
+        lambda: engine.replace_weights(None, "1"),
+        lambda: engine.call_worker(lambda worker: worker),
+    ]
+    for command in commands:
+        with pytest.raises(EngineError, match="the engine is closed"):
+            command()
+    assert not engine.asleep
 
 
 @pytest.mark.parametrize("policy", ["wait", "refuse"])

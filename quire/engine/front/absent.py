@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from quire.errors import NotAvailableError
+from quire.errors import EngineError, NotAvailableError
 
 
 def absent(name: str, advice: str) -> Callable[..., NoReturn]:
@@ -19,6 +19,17 @@ def absent(name: str, advice: str) -> Callable[..., NoReturn]:
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"Not available in this version; raises NotAvailableError: {advice}."
     return method
+
+
+class BoundToProcess:
+    """What has an engine's memory and threads, so that no copy of it can be of use."""
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise EngineError(
+            f"{name} can be neither pickled nor copied: its memory and threads are of this "
+            f"process; send the model's name and the options, and make {name} of them there"
+        )
 
 
 NO_PROFILE = "profile the whole program (py-spy, perf), or measure with quire bench"

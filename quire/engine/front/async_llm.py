@@ -29,10 +29,7 @@ from quire.core.params import SamplingParams
 from quire.core.pooling import PoolingParams, PoolingTask, read_truncation
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.assembly.builder import build_engine
-from quire.engine.front.absent import (
-    NO_PROFILE,
-    absent,
-)
+from quire.engine.front.absent import NO_PROFILE, BoundToProcess, absent
 from quire.engine.front.digest import Digest
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.outputs import RequestOutput
@@ -65,7 +62,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 _T = TypeVar("_T")
 
 
-class AsyncLLM:
+class AsyncLLM(BoundToProcess):
     """A model in this process, for asyncio. Safe to use from several threads, each with an event
     loop of its own.
 

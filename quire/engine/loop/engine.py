@@ -92,7 +92,6 @@ class Engine(ServedModel, StepLoop):
         self._in_processors: set[int] = set()
         """Threads that are inside a logits processor now."""
         self._lost: list[Output] = []
-        self._is_closed = False
 
     # -- requests
     # ----------------------------------------------------------------------------------------------
@@ -108,8 +107,7 @@ class Engine(ServedModel, StepLoop):
     ) -> None:
         """Accept a request, to be answered with an adapter where one is given. Raises a
         RequestError, and changes nothing, if it cannot be served."""
-        if self._is_closed:
-            raise EngineError("the engine is closed")
+        self.require_open()
         parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size, self.images)
         if isinstance(params, BeamSearchParams):
             spec = self.request_builder.beam(
@@ -131,8 +129,7 @@ class Engine(ServedModel, StepLoop):
     def add(self, prepared: PreparedRequest) -> None:
         """Accept a request that was prepared elsewhere.
         Raises InvalidParameterError for an id that is in use."""
-        if self._is_closed:
-            raise EngineError("the engine is closed")
+        self.require_open()
         with self._changing():
             self._outputs.add(self.scheduler.add(prepared.spec), prepared)
 
@@ -175,11 +172,6 @@ class Engine(ServedModel, StepLoop):
         from quire.engine.front.metrics import snapshot
 
         return snapshot(self.scheduler, self.plan.config.model)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
 
     def refuse_nested_call(self) -> None:
         """Raises EngineError where this thread is inside a logits
@@ -232,8 +224,8 @@ class Engine(ServedModel, StepLoop):
 
     def close(self) -> None:
         """End everything and free the memory. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             for request_id in list(self.scheduler.requests):
                 self.abort(request_id)
             StepLoop.close(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class EngineThread:
         self._ending = threading.Lock()
         """Guards `_is_over`: a command is either queued before the thread's last
         look at the queue, or refused."""
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
     # -- for other threads
@@ -75,7 +77,13 @@ class EngineThread:
         return not self._is_over and not self._is_closing
 
     def submit(self, command: Command) -> None:
-        """Have the thread do something between two steps. Raises EngineError where it has ended."""
+        """Have the thread do something between two steps. Raises EngineError where it has ended, or
+        is in the process that this one was forked from: nothing here would answer."""
+        if os.getpid() != self._process_id:
+            raise EngineError(
+                f"the engine runs in process {self._process_id}, which this one was forked from; "
+                "make an AsyncLLM in each process, or start processes with spawn"
+            )
         with self._ending:
             if self._is_over:
                 raise self._last_word()

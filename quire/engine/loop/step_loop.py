@@ -41,7 +41,7 @@ from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.loop.recorder import StepRecorder
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
-from quire.errors import NotAvailableError, QuireError
+from quire.errors import EngineError, NotAvailableError, QuireError
 from quire.executor.interface import Executor, Launched, StepLostError
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,16 @@ class StepLoop:
         """Parts of the memory (`quire.common.residence`) that are the system's at the moment; while
         there are any, no step is made."""
 
+    is_closed = False
+    """Whether `close` was called, and the memory is gone."""
     is_torn = False
     """Whether the control plane may be half-way through a change: within one, and after Ctrl-C in
     one until `interrupted` has come to its end."""
+
+    def require_open(self) -> None:
+        """Raise EngineError where there is nothing left to ask."""
+        if self.is_closed:
+            raise EngineError("the engine is closed")
 
     def record_steps(self) -> None:
         """Keep the last steps to be looked at. Before the first step."""
@@ -109,6 +116,7 @@ class StepLoop:
         and are computed again then. Does nothing where it sleeps. Raises NotAvailableError or
         EngineError, and goes on.
         """
+        self.require_open()
         if self.asleep:
             return
         if self.scheduler.admission.has_orders and not self.has_work:
@@ -127,6 +135,7 @@ class StepLoop:
     def wake_up(self, parts: tuple[str, ...] = PARTS) -> None:
         """Bring parts of the memory back; steps are made once all are there. Raises a QuireError
         where one cannot be, and sleeps on."""
+        self.require_open()
         for part in parts:
             if part in self.asleep:
                 self.executor.wake((part,))
@@ -139,10 +148,12 @@ class StepLoop:
 
     def load_weights(self, source: Any) -> Any:
         """Load other weights beside those in memory; see `Executor.load_weights`."""
+        self.require_open()
         return self.executor.load_weights(source)
 
     def call_worker(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function gives that is called with the worker."""
+        self.require_open()
         worker = getattr(self.executor, "worker", None)
         if worker is None:
             raise NotAvailableError("collective_rpc: there is no worker in this process")
@@ -154,6 +165,7 @@ class StepLoop:
         again. Raises CheckpointError, and goes on, for weights of another form. Where it is
         interrupted, weights are gone until `wake_up`.
         """
+        self.require_open()
         before, key = self.asleep, self._digest_key
         with self._changing():
             self.loop.forget()

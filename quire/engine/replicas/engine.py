@@ -66,7 +66,7 @@ class ReplicatedEngine(Engine):
         self._inbox = Inbox()
         self._open: dict[str, _Sink] = {}
         self._ready: list[Output] = []
-        self._is_closed = False
+        self.is_closed = False
         link = link_to(prepared, **launch_options)
         assert isinstance(link, Replicas), "one engine runs in this process"
         self._link = link
@@ -128,8 +128,7 @@ class ReplicatedEngine(Engine):
 
     def add(self, prepared: PreparedRequest) -> None:
         """See `Engine.add`."""
-        if self._is_closed:
-            raise EngineError("the engine is closed")
+        self._require_open()
         request_id = prepared.spec.request_id
         if request_id in self._open:
             raise InvalidParameterError(
@@ -167,6 +166,7 @@ class ReplicatedEngine(Engine):
 
     def sleep(self, level: int) -> None:
         """See `StepLoop.sleep`: all replicas do, or none."""
+        self._require_open()
         if self.asleep:
             return
         self.asleep = PARTS  # also where the wait is interrupted: what is awake is woken again
@@ -179,6 +179,7 @@ class ReplicatedEngine(Engine):
 
     def wake_up(self, parts: tuple[str, ...] = PARTS) -> None:
         """See `StepLoop.wake_up`."""
+        self._require_open()
         answers = self._commands.ask(lambda number: WakeUp(number, parts))
         self._note_asleep(answers)
         for failure in filter(None, map(failure_of, answers)):
@@ -207,6 +208,7 @@ class ReplicatedEngine(Engine):
     def replace_weights(self, loaded: Any, version: str) -> None:
         """See `StepLoop.replace_weights`: all replicas take the weights in, or those that did go
         back to the former ones."""
+        self._require_open()
         self._is_divided, self.asleep = True, (WEIGHTS,)
         answers = self._commands.ask(lambda number: UpdateWeights(number, loaded, version, False))
         failures = [each for each in map(failure_of, answers) if each is not None]
@@ -297,13 +299,17 @@ class ReplicatedEngine(Engine):
 
     def close(self) -> None:
         """See `Engine.close`."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._link.close()
             self._open.clear()
             self.close_model()
 
     _finished = FinishedTotals(0, 0)
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise EngineError("the engine is closed")
 
     def _take(self, output: RequestOutput) -> None:
         if output.finished and self._open.pop(output.request_id, None) is not None:
