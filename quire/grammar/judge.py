@@ -55,13 +55,13 @@ class GrammarJudge:
         self._thread: threading.Thread | None = None
 
     def check(self, grammar: Grammar) -> None:
-        """Wait for the verdict. Raises InvalidParameterError with the reason,
-        or UnavailableError where too many wait."""
+        """Wait for the verdict. Raises InvalidParameterError with the reason, or UnavailableError
+        where too many wait, or none comes in time."""
         verdict = self._ask(grammar)
         try:
             _enforce(verdict.result(MAX_WAIT_S) if isinstance(verdict, Future) else verdict)
         except FutureTimeoutError:
-            _enforce(_TOO_SLOW)
+            raise _too_late() from None
 
     async def check_async(self, grammar: Grammar) -> None:
         """Check as `check` does, for an event loop, which goes on meanwhile."""
@@ -71,7 +71,7 @@ class GrammarJudge:
                 async with asyncio.timeout(MAX_WAIT_S):
                     verdict = await asyncio.wrap_future(verdict)
             except TimeoutError:
-                verdict = _TOO_SLOW
+                raise _too_late() from None
         _enforce(verdict)
 
     def _ask(self, grammar: Grammar) -> Future[_Verdict] | _Verdict:
@@ -126,10 +126,18 @@ class GrammarJudge:
             future.set_result(verdict)
 
 
-_TOO_SLOW = f"structured_outputs: the grammar was not compiled within {MAX_WAIT_S:g} s"
-
 judge = GrammarJudge()
 """The process's; it starts its thread with the first grammar."""
+
+
+def _too_late() -> UnavailableError:
+    """Say that there is no verdict yet: what a grammar costs is counted in processor time, so that
+    others before it, or a busy machine, took this long."""
+    return UnavailableError(
+        f"structured_outputs: the grammar was not compiled within {MAX_WAIT_S:g} s; try again",
+        state="overloaded",
+        retry_after_s=2,
+    )
 
 
 def _enforce(verdict: _Verdict) -> None:
