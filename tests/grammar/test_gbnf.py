@@ -289,5 +289,5 @@ def test_the_work_is_bounded(grammar: str) -> None:
         written = gbnf_to_lark(grammar)
     except InvalidParameterError:
         written = ""
-    assert time.thread_time() - began_s < 10  # as a rule, less than one
+    assert time.thread_time() - began_s < 10  # of processor time; as a rule, less than one
     assert len(written) < 3 << 20
