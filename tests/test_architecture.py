@@ -186,7 +186,7 @@ MAX_LINES = {
     "quire/bench": 4_000,
     "quire/cli": 4_200,
     "quire/common": 1_800,
-    "quire/config": 2_100,
+    "quire/config": 2_300,
     "quire/core": 10_600,
     "quire/engine": 15_650,
     "quire/executor": 1_200,

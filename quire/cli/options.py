@@ -134,11 +134,17 @@ def add_field_options(
             continue
         kind = str(item.type).removesuffix(" | None")
         choices = item.metadata.get("choices")
-        metavar = None if choices else "SIZE" if kind == "int | str" else _METAVARS.get(kind)
+        metavar = (
+            f"{{{','.join(choices)}}}"
+            if choices
+            else "SIZE"
+            if kind == "int | str"
+            else _METAVARS.get(kind)
+        )
         group.add_argument(
             flag,
             type=_reader(item),
-            choices=choices,
+            choices=choices and (*choices, *item.metadata.get("also", ())),
             default=argparse.SUPPRESS,
             metavar=metavar,
             help=text,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
+from quire.config.command_line import known_words
 from quire.errors import ConfigError
 
 _UNDERSCORED = re.compile(r"--[a-z0-9]+(?:_[a-z0-9]+)+(?==|\Z)")
@@ -38,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         """Parse; UsageError names an unknown option and what it may have meant.
         SystemExit after --help."""
         argv = [_UNDERSCORED.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        argv = self._with_model(known_words(argv, self._option_string_actions))
         args, unknown = self.parse_known_args(argv)
         if unknown and not any(word.startswith("-") for word in unknown):
             # argparse takes a list of files as empty once an option stands before them
@@ -45,6 +47,16 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
         return args
+
+    def _with_model(self, argv: list[str]) -> list[str]:
+        """Take `--model NAME` where the model is a word without an option."""
+        is_word = any(each.dest == "model" and not each.option_strings for each in self._actions)
+        for place, word in enumerate(argv if is_word else ()):
+            if word == "--model" and argv[place + 1 :]:
+                return [argv[place + 1], *argv[:place], *argv[place + 2 :]]
+            if word.startswith("--model="):
+                return [word.removeprefix("--model="), *argv[:place], *argv[place + 1 :]]
+        return argv
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.cli.options import add_engine_options, add_field_options, engine_config
@@ -16,7 +17,10 @@ from quire.config.foreign import FOREIGN_SERVER_OPTIONS, translate
 from quire.config.serve import ServeConfig
 from quire.engine.arg_utils import add_foreign_options
 
+logger = logging.getLogger(__name__)
+
 API_KEYS_VARIABLE = "QUIRE_API_KEYS"
+FOREIGN_KEY_VARIABLE = "VLLM_API_KEY"
 SHIPPED_MODEL = "quire-storyteller"
 
 EXAMPLES = """\
@@ -44,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns when the server has been told to end."""
     names = (item.name for item in dataclasses.fields(ServeConfig))
     serve_config, api = ServeConfig(**_given(names, args)), api_config(args)
+    note_unread_key(api, os.environ)
     config = engine_config(args, **engine_defaults(api, os.environ.get(API_KEYS_VARIABLE)))
     with needs_extra("quire serve", "serve"):
         from quire.engine.assembly.preparation import prepare_model
@@ -59,6 +64,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
+
+
+def note_unread_key(api: ApiConfig, environment: Mapping[str, str]) -> None:
+    """Say that vLLM's variable is not read, where a server would be open that was to have a key."""
+    has_keys = bool(api.api_keys_file or api.api_keys or environment.get(API_KEYS_VARIABLE))
+    if environment.get(FOREIGN_KEY_VARIABLE) and not has_keys:
+        logger.warning(
+            "%s is not read: this server asks for no key; give %s or --api-keys-file, or unset it",
+            FOREIGN_KEY_VARIABLE,
+            API_KEYS_VARIABLE,
+        )
 
 
 def engine_defaults(api: ApiConfig, api_keys: str | None) -> dict[str, Any]:

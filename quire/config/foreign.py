@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from quire.errors import ConfigError, NotAvailableError
@@ -33,6 +33,10 @@ class ForeignOption(NamedTuple):
     """Further values that request nothing."""
     values: Mapping[Any, Any] = {}
     """Of a renamed option: its values, where they are called otherwise here."""
+    read: Callable[[Any], Any] | None = None
+    """Of a renamed option: what makes its value one of ours."""
+    takes_text: bool = False
+    """Whether a command line's word is the value as it stands, and each further one another."""
 
     @property
     def is_switch(self) -> bool:
@@ -45,9 +49,25 @@ class ForeignOption(NamedTuple):
 
 
 def _renamed(
-    name: str, ours: str, default: Any = None, values: Mapping[Any, Any] | None = None
+    name: str,
+    ours: str,
+    default: Any = None,
+    values: Mapping[Any, Any] | None = None,
+    **more: Any,
 ) -> ForeignOption:
-    return ForeignOption(name, "renamed", default, ours, values=values or {})
+    return ForeignOption(name, "renamed", default, ours, values=values or {}, **more)
+
+
+def _as_keys(value: Any) -> str:
+    """Keys of `QUIRE_API_KEYS`' form, where an equals sign would else end a name."""
+    keys = [value] if isinstance(value, str) else list(value)
+    if any(not key or "," in key for key in keys):
+        raise ConfigError("api_key must be a key without commas; give api_key once for each")
+    return ",".join(f"key-{number}={key}" for number, key in enumerate(keys, 1))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _ignored(text: str, **defaults: Any) -> list[ForeignOption]:
@@ -115,6 +135,33 @@ _TABLE: tuple[ForeignOption, ...] = (
         safetensors_load_strategy=None,
         scheduler_reserve_full_isl=False,
         numa_bind=False,
+        tokenizer_pool_size=0,
+        num_lookahead_slots=0,
+        ray_workers_use_nsight=False,
+        pt_load_map_location="cpu",
+        lora_extra_vocab_size=None,
+        disable_nccl_for_dp_synchronization=None,
+        enable_flashinfer_autotune=None,
+        enable_layerwise_nvtx_tracing=False,
+        renderer_num_workers=1,
+        performance_mode="balanced",
+        kv_sharing_fast_prefill=False,
+        mm_encoder_tp_mode="weights",
+        mm_shm_cache_max_object_size_mb=None,
+        mm_processor_cache_type=None,
+        allow_deprecated_quantization=False,
+    ),
+    *_ignored("reasoning is told apart wherever the chat template shows it", enable_reasoning=None),
+    *_ignored("every token is sent as soon as it is there", stream_interval=1),
+    *_ignored(
+        "metrics are those of /metrics and LLM.get_metrics()",
+        show_hidden_metrics_for_version=None,
+        kv_cache_metrics=False,
+        kv_cache_metrics_sample=None,
+        cudagraph_metrics=False,
+        enable_mfu_metrics=False,
+        enable_logging_iteration_details=False,
+        aggregate_engine_logging=False,
     ),
     *_ignored(
         "there is one compiler of grammars",
@@ -177,7 +224,7 @@ _TABLE: tuple[ForeignOption, ...] = (
         enable_return_routed_experts=False,
         logits_processor_pattern=None,
     ),
-    *_absent("give kv_cache_memory, or close the LLM and make it anew", enable_sleep_mode=False),
+    *_ignored("every engine can sleep", enable_sleep_mode=False),
     *_absent("give token ids or text", enable_prompt_embeds=False),
     *_absent(
         "give functions of one request each as SamplingParams(logits_processors=[...])",
@@ -190,6 +237,41 @@ _TABLE: tuple[ForeignOption, ...] = (
     *_absent(
         "log in once with `hf auth login`; secrets are no options", True, False, hf_token=None
     ),
+    *_absent(
+        'give hf_overrides={"rope_scaling": {...}} or {"rope_theta": ...}',
+        {},
+        rope_scaling=None,
+        rope_theta=None,
+    ),
+    *_absent("log-probabilities are of the model's own logits", logprobs_mode="raw_logprobs"),
+    *_absent(
+        "engines of one server are on one machine; start several behind `quire route`",
+        1,
+        "mp",
+        False,
+        data_parallel_size_local=None,
+        data_parallel_start_rank=None,
+        data_parallel_rank=None,
+        data_parallel_address=None,
+        data_parallel_rpc_port=None,
+        data_parallel_backend=None,
+        data_parallel_hybrid_lb=None,
+        data_parallel_external_lb=None,
+        nnodes=1,
+    ),
+    *_ignored("it says where other machines are", node_rank=0, master_addr="", master_port=0),
+    *_absent("leave it out", "auto", mamba_cache_dtype=None, all2all_backend=None),
+    *_absent(
+        "leave it out",
+        enable_dbo=False,
+        enable_prompt_adapter=False,
+        override_neuron_config=None,
+        long_lora_scaling_factors=None,
+        video_pruning_rate=None,
+        interleave_mm_strings=False,
+        media_io_kwargs=None,
+        speculative_draft_tensor_parallel_size=None,
+    ),
     *_absent("put the config.json into the model folder", hf_config_path=None),
     *_absent("the scales of KV rows are computed as they are written", calculate_kv_scales=False),
     *_absent(
@@ -201,6 +283,19 @@ _TABLE: tuple[ForeignOption, ...] = (
 
 _SERVER_TABLE: tuple[ForeignOption, ...] = (
     _renamed("tool_call_parser", "tool_parser", None, {"openai": "harmony"}),
+    _renamed("api_key", "api_keys", read=_as_keys, takes_text=True),
+    _renamed("allowed_origins", "allow_origin", read=_as_tuple),
+    *_ignored(
+        "what pages of the allowed origins need is allowed",
+        allowed_methods=None,
+        allowed_headers=None,
+        allow_credentials=False,
+    ),
+    *_ignored("every answer has an x-request-id", enable_request_id_headers=False),
+    *_ignored("/load says it always", enable_server_load_tracking=False),
+    *_ignored("one process serves HTTP", disable_frontend_multiprocessing=False),
+    *_ignored("no error has a stack", log_error_stack=False),
+    *_ignored("a fingerprint is made of all that decides on bits", fingerprint_mode="full"),
     *_ignored("tools are offered wherever a request brings them", enable_auto_tool_choice=False),
     *_ignored(
         "the form of contents that a chat template takes is read off it",
@@ -222,7 +317,6 @@ _SERVER_TABLE: tuple[ForeignOption, ...] = (
         h11_max_incomplete_event_size=None,
         h11_max_header_count=None,
     ),
-    *_absent("give --allow-origin once for each origin", allowed_origins=None),
     *_absent(
         "put a proxy that speaks TLS before the server",
         ssl_keyfile=None,
@@ -240,6 +334,9 @@ _SERVER_TABLE: tuple[ForeignOption, ...] = (
     *_absent("set return_tokens_as_token_ids in the request", return_tokens_as_token_ids=False),
     *_absent("set chat_template_kwargs in the request", default_chat_template_kwargs=None),
     *_absent("set thinking_token_budget in the request", reasoning_config=None),
+    *_absent("leave the tools out of the request", exclude_tools_when_tool_choice_none=False),
+    *_absent("use the HTTP API", headless=False, grpc=False, tokens_only=False),
+    *_absent("say --drain-timeout SECONDS", shutdown_timeout=None),
     *_absent("give --chat-template", trust_request_chat_template=False),
     *_absent("use /metrics, or OTEL_EXPORTER_OTLP_ENDPOINT", enable_per_request_metrics=False),
     *_absent("use /tokenize and /detokenize", enable_tokenizer_info_endpoint=False),
@@ -264,6 +361,14 @@ FOREIGN_SERVER_OPTIONS: Mapping[str, ForeignOption] = {each.name: each for each 
 OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "max_model_len": {"auto": None, "-1": None},
+    "load_format": {"safetensors": "auto", "hf": "auto", "fastsafetensors": "auto"},
+    "attention_backend": {
+        "FLASH_ATTN": "flash-attention",
+        "FLASHINFER": "flashinfer",
+        "TRITON_ATTN": "triton",
+        "CPU_ATTN": "auto",
+        "TORCH_SDPA": "auto",
+    },
     "reasoning_parser": {
         "": "auto",
         "deepseek_r1": "think",
@@ -301,7 +406,9 @@ def translate(
                 raise ConfigError(
                     f"{name} and {foreign.text} are the same option; give one of them"
                 )
-            translated[foreign.text] = foreign.values.get(value, value)
+            translated[foreign.text] = (
+                foreign.values.get(value, value) if foreign.read is None else foreign.read(value)
+            )
     return translated
 
 

@@ -157,6 +157,8 @@ def add_foreign_options(
             parser.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=hidden, help=hidden
             )
+        elif each.takes_text:
+            parser.add_argument(flag, action="append", default=hidden, help=hidden)
         else:
             parser.add_argument(
                 flag,

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from quire.config.command_line import known_words
+
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """Takes `--max_model_len` for `--max-model-len`.
@@ -16,10 +18,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as `ArgumentParser` does, whatever separates the words of an option's name."""
+        """Parse as `ArgumentParser` does, whatever separates the words of an option's name, and
+        keys of JSON one by one, too."""
         given = list(sys.argv[1:] if args is None else args)
         parsed: tuple[argparse.Namespace, list[str]] = super().parse_known_args(
-            [self._with_dashes(each) for each in given], namespace
+            known_words([self._with_dashes(each) for each in given], self._option_string_actions),
+            namespace,
         )
         return parsed
 

@@ -464,7 +464,7 @@ Call = Callable[[LLM], object]
             "speculative_config: method 'medusa' is not available",
         ),
         (lambda llm: LLM(MODEL, default_mm_loras={"image": "x"}), "default_mm_loras"),
-        (lambda llm: LLM(MODEL, enable_sleep_mode=True), "enable_sleep_mode=True is not available"),
+        (lambda llm: LLM(MODEL, enable_eplb=True), "enable_eplb=True is not available"),
         (
             lambda llm: LLM(MODEL, kv_transfer_config={"kv_role": "x"}),
             "kv_connector=None is not available",

@@ -34,7 +34,8 @@ def test_an_option_of_the_server_is_taken_explained_or_refused(
         assert translate({name: value}, FOREIGN_SERVER_OPTIONS) == {}
     assert not caplog.text
     if option.kind == "renamed":
-        assert translate({name: "hermes"}, FOREIGN_SERVER_OPTIONS) == {option.text: "hermes"}
+        other = "hermes" if option.read is None else option.read("hermes")
+        assert translate({name: "hermes"}, FOREIGN_SERVER_OPTIONS) == {option.text: other}
     elif option.kind == "ignored":
         assert translate({name: "other"}, FOREIGN_SERVER_OPTIONS) == {}
         assert f"option {name} has no effect: {option.text}" in caplog.text
@@ -83,6 +84,8 @@ def test_a_feature_that_there_is_not_is_refused_by_name_with_what_to_do() -> Non
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"dtype": "float"}, {"dtype": "float32"}),
         ({"seed": None, "max_num_seqs": None, "enable_prefix_caching": None}, {}),
+        ({"load_format": "safetensors", "attention_backend": "CPU_ATTN"}, {}),
+        ({"attention_backend": "FLASHINFER"}, {"attention_backend": "flashinfer"}),
         ({"max_model_len": -1}, {}),
         ({"max_model_len": "auto"}, {}),
         ({"max_model_len": "2k"}, {"max_model_len": 2000}),
