@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from quire.common.residence import (
+    PARTS,
     UNDER_WAY,
     check_level,
     check_parts,
@@ -35,6 +36,7 @@ from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.fingerprint import fingerprint
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.digest import Digest
+from quire.engine.front.failures import like, not_awake
 from quire.engine.front.images import image_reader
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
@@ -221,6 +223,8 @@ class Client:
         self._num_updates = 0
         self._weights = (self._model.folder, FIRST_VERSION)
         self._update: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        """Held while engines are told to sleep, or to wake up."""
         self._refuses_asleep = plan.config.when_asleep == "refuse"
         self._is_draining = False
         self._is_closed = False
@@ -311,15 +315,13 @@ class Client:
         Everything that is kept, where that engine or step is not known. None where the engine
         cannot be asked now.
         """
-        self._num_questions += 1
-        answer = await self._ask(Inspect(self._num_questions, engine, since), replica)
+        answer = await self._ask(Inspect(self._next_number(), engine, since), replica)
         return answer.inspection if isinstance(answer, Inspected) else None
 
     async def inspect_block(self, block: int, step: int, replica: int = 0) -> BlockContent | None:
         """Return what a KV block held in a step; None where it is not known (any more),
         or the engine cannot be asked now."""
-        self._num_questions += 1
-        answer = await self._ask(InspectBlock(self._num_questions, block, step), replica)
+        answer = await self._ask(InspectBlock(self._next_number(), block, step), replica)
         return answer.content if isinstance(answer, InspectedBlock) else None
 
     async def kv_events(self, log: str, since: int, replica: int = 0) -> KVEventBatch | None:
@@ -349,21 +351,73 @@ class Client:
         return num_blocks
 
     async def _ask_cache(self, question: CacheQuestion, replica: int) -> CacheAnswered:
-        self._num_questions += 1
-        answer = await self._ask(AskCache(self._num_questions, question), replica)
+        answer = await self._ask(AskCache(self._next_number(), question), replica)
         return answer if isinstance(answer, CacheAnswered) else CacheAnswered(0)
 
     async def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and KV cache back to the system; what runs goes on after
-        `wake_up`, with the same answers. Raises a QuireError where that cannot be."""
+        `wake_up`, with the same answers. Of several engines all do, or those that did are woken
+        again. Raises a QuireError where that cannot be, which says which engine failed."""
         level = check_level(level)
-        await self._command(lambda number: Sleep(number, level))
+        await self._to_the_end(self._sleep_all(level))
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Bring the parts of the memory back that are named, by default all. Raises a
-        QuireError."""
+        """Bring the parts of the memory back that are named, by default all. Of several engines,
+        one that fails keeps no other asleep. Raises a QuireError, which says which failed."""
         parts = check_parts(tags)
-        await self._command(lambda number: WakeUp(number, parts))
+        await self._to_the_end(self._wake_all(parts))
+
+    async def _to_the_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Carry out a change to what all engines have in memory, one such at a time. A caller that
+        leaves must not leave it half done."""
+
+        async def run() -> None:
+            async with self._changing:
+                await change
+
+        await asyncio.shield(asyncio.create_task(run()))
+
+    async def _sleep_all(self, level: int) -> None:
+        states = self._states()
+        for replica in range(len(states)):
+            try:
+                await self._command_one(Sleep(self._next_number(), level), replica)
+            except QuireError as error:
+                if len(states) == 1:
+                    raise
+                # this one, too, which may have heard
+                begun = [each for each in range(replica + 1) if states[each] != "sleeping"]
+                failed = await self._wake(PARTS, begun)
+                failed.pop(replica, None)
+                outcome = not_awake(failed) or "the others are as they were"
+                message = f"replica {replica} does not sleep: {error}; {outcome}"
+                raise like(error, message) from error
+
+    async def _wake_all(self, parts: tuple[str, ...]) -> None:
+        replicas = range(len(self._states()))
+        failed = await self._wake(parts, replicas)
+        if failed:
+            error = next(iter(failed.values()))
+            raise error if len(replicas) == 1 else like(error, not_awake(failed))
+
+    async def _wake(self, parts: tuple[str, ...], replicas: Iterable[int]) -> dict[int, QuireError]:
+        """Wake engines; return which of them could not be, and why."""
+        failed = dict[int, QuireError]()
+        for replica in replicas:
+            try:
+                await self._command_one(WakeUp(self._next_number(), parts), replica)
+            except QuireError as error:
+                failed[replica] = error
+        return failed
+
+    def _states(self) -> list[EngineState]:
+        """How each engine is doing."""
+        status = self.status()
+        return [each.state for each in status.replicas or (status,)]
+
+    def _next_number(self) -> int:
+        self._num_questions += 1
+        return self._num_questions
 
     _weights = ("", FIRST_VERSION)
     """Where the weights of all engines are from, and what they are called."""
@@ -401,8 +455,7 @@ class Client:
         self._weights = (folder, version)
 
     async def _update_one(self, folder: str, version: str, waits: bool, replica: int) -> None:
-        self._num_questions += 1
-        command = UpdateWeights(self._num_questions, folder, version, waits)
+        command = UpdateWeights(self._next_number(), folder, version, waits)
         await self._command_one(command, replica)
 
     async def _go_back(self, replica: int) -> None:
@@ -415,16 +468,10 @@ class Client:
                 f"ones cannot be loaded: {error}; update the weights again, or restart the server"
             ) from error
 
-    async def _command(self, make: Callable[[int], Command]) -> None:
-        """Have every engine carry out a command, made with a number of its own for each."""
-        for replica in range(max(1, len(self.status().replicas))):
-            self._num_questions += 1
-            await self._command_one(make(self._num_questions), replica)
-
     async def _command_one(self, command: Command, replica: int) -> None:
         answer = await self._ask(command, replica, _COMMAND_TIMEOUT_S)
         if not isinstance(answer, Done):
-            state = self.status().state
+            state = self._states()[replica]
             raise UnavailableError(
                 f"the engine takes no commands: it is {state}", state=state, retry_after_s=5
             )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.engine.front.client import Question, Seen
+from quire.engine.front.failures import like
 from quire.engine.process.messages import Done
 from quire.engine.replicas.inbox import Inbox
 from quire.engine.replicas.link import Replicas
@@ -76,3 +77,11 @@ def failure_of(answer: Seen) -> QuireError | None:
     if answer.error is None:
         return None
     return (NotAvailableError if answer.is_lasting else EngineError)(answer.error)
+
+
+def failure_of_any(answers: Sequence[Seen]) -> QuireError | None:
+    """Return why the first of all replicas that failed did so, with its number."""
+    for replica, failure in enumerate(map(failure_of, answers)):
+        if failure is not None:
+            return like(failure, f"replica {replica}: {failure}")
+    return None

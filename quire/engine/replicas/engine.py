@@ -32,7 +32,7 @@ from quire.engine.loop.cache import ClearCache
 from quire.engine.loop.engine import Engine, Output
 from quire.engine.process.link import lasting_model_name
 from quire.engine.process.messages import AskCache, Done, Sleep, UpdateWeights, WakeUp
-from quire.engine.replicas.commands import Commands, failure_of
+from quire.engine.replicas.commands import Commands, failure_of, failure_of_any
 from quire.engine.replicas.inbox import Inbox
 from quire.engine.replicas.link import Replicas, link_to
 from quire.errors import EngineError, InvalidParameterError, NotAvailableError
@@ -171,10 +171,10 @@ class ReplicatedEngine(Engine):
             return
         self.asleep = PARTS  # also where the wait is interrupted: what is awake is woken again
         answers = self._commands.ask(lambda number: Sleep(number, level))
-        failures = [each for each in map(failure_of, answers) if each is not None]
-        if failures:
+        failure = failure_of_any(answers)
+        if failure is not None:
             self.wake_up(PARTS)
-            raise failures[0]
+            raise failure
         self._note_asleep(answers)
 
     def wake_up(self, parts: tuple[str, ...] = PARTS) -> None:
@@ -182,7 +182,8 @@ class ReplicatedEngine(Engine):
         self._require_open()
         answers = self._commands.ask(lambda number: WakeUp(number, parts))
         self._note_asleep(answers)
-        for failure in filter(None, map(failure_of, answers)):
+        failure = failure_of_any(answers)
+        if failure is not None:
             raise failure
         if self._is_divided and WEIGHTS in parts:
             self._go_back(range(self._link.num_replicas))
@@ -211,15 +212,15 @@ class ReplicatedEngine(Engine):
         self._require_open()
         self._is_divided, self.asleep = True, (WEIGHTS,)
         answers = self._commands.ask(lambda number: UpdateWeights(number, loaded, version, False))
-        failures = [each for each in map(failure_of, answers) if each is not None]
-        if failures:
+        failure = failure_of_any(answers)
+        if failure is not None:
             self._go_back([n for n, each in enumerate(answers) if failure_of(each) is None])
         else:
             self._weights = (loaded, version)
         self._is_divided = False
         self._note_asleep(answers)
-        if failures:
-            raise failures[0]
+        if failure is not None:
+            raise failure
 
     def call_worker(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Raise NotAvailableError."""

@@ -17,6 +17,7 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.common.pages import CAN_DISCARD
 from quire.common.residence import KV_CACHE, PARTS, WEIGHTS
 from quire.config.engine import EngineConfig
+from quire.engine.front.client import Client
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.process.watch import WatchConfig
 from quire.engine.replicas.engine import ReplicatedEngine
@@ -86,7 +87,7 @@ def test_all_replicas_compute_with_other_weights_or_none_does(tiny_config: Path)
         with pytest.raises(EngineError, match="no key"):
             _update(engine, "nothing")
         _freeze(engine, 1)
-        with pytest.raises(EngineError, match="lost meanwhile"):
+        with pytest.raises(EngineError, match=r"replica 1: .* lost meanwhile"):
             _update(engine, "6")
         assert engine.weight_version == "v5" and not engine.asleep
         _until(lambda: engine.replicas[1].is_ready)
@@ -155,7 +156,7 @@ def test_all_replicas_sleep_or_none_does(tiny_config: Path) -> None:
         while engine.has_work:
             engine.step()
         _freeze(engine, 0)
-        with pytest.raises(EngineError, match="lost meanwhile"):
+        with pytest.raises(EngineError, match=r"replica 0: .* lost meanwhile"):
             engine.sleep(2)
         assert not engine.asleep
         _until(lambda: all(each.is_ready for each in engine.replicas))
@@ -204,6 +205,55 @@ def test_a_server_updates_its_replicas_one_after_another(tiny_config: Path) -> N
             assert client.weight_version == "1"
             await until_ready(lambda: all(each.is_ready for each in client.status().replicas))
             assert await answers("again") == fifth
+
+    _run(scenario)
+
+
+def _states(client: Client) -> list[str]:
+    return [each.state for each in client.status().replicas]
+
+
+def test_all_replicas_of_a_server_sleep_or_none_does(tiny_config: Path) -> None:
+    async def scenario() -> None:
+        async with _client(tiny_config, silence_timeout_s=2.0) as client:
+            pid = client.status().replicas[1].engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineError, match=r"replica 1 does not sleep: .* lost meanwhile"):
+                await client.sleep(1)
+            assert _states(client)[0] == "ready"
+            await until_ready(lambda: _states(client) == ["ready", "ready"])
+            expected = await _answer(client, 1, "awake")
+            await client.sleep(1)
+            assert _states(client) == ["sleeping", "sleeping"]
+            pid = client.status().replicas[0].engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineError, match=r"^replica 0 does not wake up: .* lost"):
+                await client.wake_up()
+            await until_ready(lambda: _states(client) == ["sleeping", "ready"])
+            await client.wake_up()
+            assert _states(client) == ["ready", "ready"]
+            assert await _answer(client, 1, "again") == expected
+
+    _run(scenario)
+
+
+def test_who_leaves_while_replicas_go_to_sleep_leaves_none_awake(tiny_config: Path) -> None:
+    async def scenario() -> None:
+        async with _client(tiny_config, silence_timeout_s=100.0) as client:
+            pid = client.status().replicas[0].engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            falling_asleep = asyncio.create_task(client.sleep(1))
+            await until_ready(lambda: bool(client._questions))  # it is told, and does not hear
+            falling_asleep.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await falling_asleep
+            os.kill(pid, signal.SIGCONT)
+            await until_ready(lambda: _states(client) == ["sleeping", "sleeping"])
+            await client.wake_up()
+            assert _states(client) == ["ready", "ready"]
 
     _run(scenario)
 

@@ -1,0 +1,19 @@
+"""What is said where some of several engines did not carry out a command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.errors import EngineError, NotAvailableError, QuireError, UnavailableError
+
+
+def like(error: QuireError, message: str) -> QuireError:
+    """Return an error of one engine as one of all, with what is to be said of it."""
+    if isinstance(error, UnavailableError):
+        return UnavailableError(message, state=error.state, retry_after_s=error.retry_after_s)
+    return (NotAvailableError if isinstance(error, NotAvailableError) else EngineError)(message)
+
+
+def not_awake(failed: Mapping[int, QuireError]) -> str:
+    """Name the engines that could not be woken."""
+    return "; ".join(f"replica {each} does not wake up: {error}" for each, error in failed.items())
