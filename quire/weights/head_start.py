@@ -69,7 +69,7 @@ class HeadStart:
         self._num_reserved = 0
         found = self._reserve(wanted)
         self._region = reserve(self._num_reserved)
-        self._loading = self._begin(found)
+        self._loading: _native.Loading | None = self._begin(found)
 
     def __enter__(self) -> HeadStart:
         return self
@@ -81,7 +81,9 @@ class HeadStart:
         """Give up what is still under way and close the files; what was handed out stays.
         Idempotent."""
         self.is_closed = True
-        self._loading.cancel()
+        if self._loading is not None:
+            self._loading.cancel()
+            self._loading = None  # a plan that outlives this would hold it to the interpreter's end
         self._checkpoint.close()
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
@@ -125,6 +127,7 @@ class HeadStart:
 
     def _finish(self) -> None:
         if not self._is_finished:
+            assert self._loading is not None, "it is closed"
             try:
                 self._loading.finish(self._num_threads)
             except RuntimeError as error:

@@ -36,8 +36,16 @@ except KeyboardInterrupt:
     pass
 """
 
+STORING = """
+import tempfile
+from quire import LLM, SamplingParams
 
-@pytest.mark.parametrize("script", [ASYNC, OFFLINE], ids=["async", "offline"])
+llm = LLM("quire-storyteller", kv_cache_dir=tempfile.mkdtemp())
+llm.generate("Once upon a time", SamplingParams(max_tokens=4))
+"""
+
+
+@pytest.mark.parametrize("script", [ASYNC, OFFLINE, STORING], ids=["async", "offline", "storing"])
 def test_an_engine_left_open_in_a_step_ends_with_its_process(script: str) -> None:
     for _ in range(2):  # of the moments at which it ends, not all were harmful
         done = subprocess.run(

@@ -500,6 +500,13 @@ def test_a_list_that_never_comes_is_waited_for_once(
     assert answers(make_engine(kv_cache_dir=str(tmp_path), block_size=8)) == expected
 
 
+def test_a_folder_that_cannot_be_used_is_refused_before_a_server_loads(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = EngineConfig(model="quire-storyteller", kv_cache_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dir=.*file. cannot be used: .*; choose anot"):
+        prepare_model(config, is_for_here=False)
+
+
 def test_options_that_cannot_work_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "open").mkdir()

@@ -19,6 +19,7 @@ from quire.engine.assembly import loading
 from quire.engine.assembly.drafting import find_draft, weight_formats
 from quire.engine.assembly.model_files import ModelFiles, find_model
 from quire.engine.assembly.planned_model import PlannedModel
+from quire.engine.assembly.tiers import digest_key
 from quire.engine.plan.gpu import require_gpu
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.planning import HALF, resolve
@@ -90,6 +91,8 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
     in this one.
     """
     planned = plan_engine(config)
+    if not is_for_here:
+        digest_key(planned.plan)  # a folder that cannot be used is refused before the model loads
     if not config.skip_tokenizer_init:
         import tokenizers  # noqa: F401  # before torch's libraries load in the background: only one can load at a time
     return _describe(begin_loading(planned) if is_for_here else planned)

@@ -108,7 +108,9 @@ def digest_key(plan: EnginePlan) -> bytes:
             )
         return _secret(folder)
     except OSError as error:
-        raise ConfigError(f"kv_cache_dir={str(folder)!r} cannot be used: {error}") from error
+        raise ConfigError(
+            f"kv_cache_dir={str(folder)!r} cannot be used: {error.strerror}; choose another folder"
+        ) from error
 
 
 def _secret(folder: Path) -> bytes:
