@@ -63,6 +63,7 @@ from quire.server.ops.memory import (
 )
 from quire.server.ops.openapi import UPLOAD, ApiRoute, Endpoint, document
 from quire.server.ops.operations import Operations
+from quire.server.quota.key_watch import KeyWatch
 from quire.server.quota.tenants import KeyRing
 from quire.server.state import Api
 
@@ -98,9 +99,16 @@ def build_app(
     async def lifespan(_: object) -> AsyncIterator[None]:
         probe = LoopLagProbe(api.metrics.event_loop_lag)
         probe.start()
+        watch = (
+            KeyWatch(config.api_keys_file, keys, api.admission) if config.api_keys_file else None
+        )
+        if watch is not None:
+            watch.start()
         if store is not None:
             batches.resume()
         yield
+        if watch is not None:
+            watch.stop()
         await batches.close()
         if store is not None:
             store.close()

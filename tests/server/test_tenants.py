@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import httpx
 import pytest
 from fake_client import FakeClient
+from served import until
 from servers import serve
 
+from quire.config.api import ApiConfig
 from quire.errors import ConfigError
-from quire.server.quota.tenants import EVERYBODY, Tenant, key_ring, keys_from_text, read_keys_file
+from quire.server.quota import key_watch
+from quire.server.quota.tenants import (
+    EVERYBODY,
+    Tenant,
+    key_ring,
+    keys_from_text,
+    read_keys,
+    read_keys_file,
+)
 
 
 def test_a_keys_file(tmp_path: Path) -> None:
@@ -113,3 +124,60 @@ def test_a_priority_is_named_where_it_has_no_effect() -> None:
             assert (
                 answer.status_code == 200 and answer.headers.get("x-quire-ignored-fields") == shown
             )
+
+
+def _write_keys(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def test_keys_are_changed_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(key_watch, "POLL_S", 0.01)
+    path = tmp_path / "keys.toml"
+    old = '[[tenant]]\nname = "a"\nkeys = ["sk-old-key"]\n'
+    _write_keys(path, old)
+    config = ApiConfig(api_keys_file=str(path))
+    with (
+        caplog.at_level(logging.WARNING),
+        serve(FakeClient(), config, read_keys(config, "other=sk-from-environment")) as server,
+    ):
+
+        def status(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+
+        def limit() -> str | None:
+            body = {"prompt": "a", "max_tokens": 1}
+            headers = {"authorization": "Bearer sk-new-key"}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+            return dict(answer.headers).get("x-ratelimit-limit-requests")
+
+        assert status("sk-old-key") == 200 and status("sk-new-key") == 401
+        _write_keys(path, old + '[[tenant]]\nname = "b"\nkeys = ["sk-new-key"]\n')
+        until(lambda: status("sk-new-key") == 200)
+        assert status("sk-old-key") == 200 and limit() is None
+        _write_keys(
+            path, '[[tenant]]\nname = "b"\nkeys = ["sk-new-key"]\nrequests_per_minute = 50\n'
+        )
+        until(lambda: status("sk-old-key") == 401)
+        assert limit() == "50"
+        for wrong in ('[[tenant]]\nname = "b"\nkeys = ["sk-new-key', ""):
+            caplog.clear()
+            _write_keys(path, wrong)
+            until(lambda: "API keys stay as they were" in caplog.text)
+            assert status("sk-new-key") == status("sk-from-environment") == 200
+        caplog.clear()
+        path.unlink()
+        until(lambda: "cannot be read" in caplog.text)
+        assert status("sk-new-key") == 200 and status("sk-no-key") == 401
+        assert "sk-" not in caplog.text
+
+
+def test_a_keys_file_that_is_wrong_is_named_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[[tenant]]\nname = "a"\nkeys = [sk-clear-key]\n')
+    with pytest.raises(ConfigError, match=r"api_keys_file='.*keys.toml' .*line 3, column 9"):
+        read_keys_file(path)

@@ -76,15 +76,24 @@ class AdmissionControl:
         """What `queue` said last, and when that holds:
         in a storm of refusals nothing changes between most of them."""
         self._finished_s: deque[float] = deque(maxlen=_RATE_SAMPLES)
-        now = clock()
-        self.tenants = {tenant.name: tenant for tenant in tenants}
-        self.uses = {
-            name: TenantUse(
-                Allowance(tenant.tokens_per_minute, now), Allowance(tenant.requests_per_minute, now)
-            )
-            for name, tenant in self.tenants.items()
-        }
+        self.tenants: dict[str, Tenant] = {}
+        self.uses: dict[str, TenantUse] = {}
+        self.change(tenants)
         self.num_rejections = {"queue_full": 0, "tenant_concurrency": 0, "tenant_rate": 0}
+
+    def change(self, tenants: Iterable[Tenant]) -> None:
+        """Serve these tenants from now on. What others have used stays known, for their requests
+        may be in flight."""
+        now = self._clock()
+        self.tenants = {tenant.name: tenant for tenant in tenants}
+        for name, tenant in self.tenants.items():
+            use = self.uses.get(name)
+            if use is None:
+                use = self.uses[name] = TenantUse(Allowance(None, now), Allowance(None, now))
+            if use.tokens.per_minute != tenant.tokens_per_minute:
+                use.tokens = Allowance(tenant.tokens_per_minute, now)
+            if use.requests.per_minute != tenant.requests_per_minute:
+                use.requests = Allowance(tenant.requests_per_minute, now)
 
     @property
     def num_in_flight(self) -> int:

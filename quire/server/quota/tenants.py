@@ -24,8 +24,9 @@ import hashlib
 import hmac
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,17 @@ class KeyRing:
                 f"{len(tenants_by_digest)} API keys are given; at most {MAX_KEYS} can be kept"
             )
         self._entries = tuple(tenants_by_digest.items())
+        self.read_again: Callable[[], KeyRing] = lambda: self
+        """Reads them anew from where they came. Raises ConfigError."""
+
+    def __str__(self) -> str:
+        return f"{len(self._entries)} keys of {len(self.tenants)} tenants"
+
+    def take_over(self, other: KeyRing) -> bool:
+        """Have the keys of another ring, which has some, from now on; whether they are others."""
+        assert not other.is_open, "a server that asks for keys stays so"
+        before, self._entries = self._entries, other._entries
+        return self._entries != before
 
     @property
     def is_open(self) -> bool:
@@ -173,7 +185,9 @@ def read_keys(config: ApiConfig, environment: str | None = None) -> KeyRing:
                     "API keys were asked for, but none is given; without keys, leave the option out"
                 )
             tenants += given
-    return key_ring(tenants)
+    ring = key_ring(tenants)
+    ring.read_again = partial(read_keys, config, environment)
+    return ring
 
 
 def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:
@@ -183,12 +197,17 @@ def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:
     except OSError as error:
         raise ConfigError(f"api_keys_file={str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # of the message its place alone: the rest may quote a key
+        place = re.search(r"at line [0-9]+, column [0-9]+", str(error))
         raise ConfigError(
-            f"the keys file is not valid TOML ({type(error).__name__}); see the guide to serving"
+            f"api_keys_file={str(path)!r} is not valid TOML"
+            f"{f' ({place[0]})' if place else ''}; it holds [[tenant]] tables, and keys in quotes"
         ) from None
     entries = data.get("tenant")
     if set(data) != {"tenant"} or not isinstance(entries, list) or not entries:
-        raise ConfigError("the keys file must hold [[tenant]] tables and nothing else")
+        raise ConfigError(
+            f"api_keys_file={str(path)!r} must hold [[tenant]] tables and nothing else"
+        )
     return [_read_tenant(entry) for entry in entries]
 
 
