@@ -66,12 +66,6 @@ QINLINE void store_inputs(int8_t *out, Bits x) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 using Input = int8_t;
-constexpr int NUM_PARTS = 1;
-
-template <int>
-QINLINE Bits part_of(Bits bytes) {
-    return bytes;
-}
 // In the sums' register: left to itself, GCC 12 moves accumulators about and spills them.
 #if defined(__AVX512VNNI__)
 QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
@@ -88,12 +82,6 @@ QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
 #elif defined(NEON_MIXED_DOTS) || defined(NEON_SIGNED_DOTS)
 
 using Input = int8_t;
-constexpr int NUM_PARTS = 1;
-
-template <int>
-QINLINE Bits part_of(Bits bytes) {
-    return bytes;
-}
 QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) {
     const int32x4_t from = vreinterpretq_s32_u32(sums);
 #if defined(NEON_MIXED_DOTS)
@@ -115,12 +103,6 @@ QINLINE void multiply_add_lane(Bits &sums, Bits w, Bits x) {
 #elif SHORT_PAIRS
 
 using Input = int8_t;
-constexpr int NUM_PARTS = 1;
-
-template <int>
-QINLINE Bits part_of(Bits bytes) {
-    return bytes;
-}
 QINLINE Bits multiply_pairs(Bits a, Bits b) { return _mm256_madd_epi16(a, b); }
 // Two products and an addition for 32 values, where pairs of 16 bits take two and two. That is more than it seems: Zen 3 begins
 // two products and four additions a cycle, but additions take units that products need, and both forms run at 3.3 to 3.6
@@ -151,7 +133,6 @@ QINLINE Bits multiply_add_pairs(Bits sums, Bits w, Bits x) {
 
 // Inputs as 16-bit pairs (x0, x2), (x1, x3), which meet the even and the odd bytes of a word of weights.
 using Input = int16_t;
-constexpr int NUM_PARTS = 2;
 
 #if defined(__AVX512BW__)
 QINLINE Bits multiply_pairs(Bits a, Bits b) { return _mm512_madd_epi16(a, b); }
@@ -170,10 +151,6 @@ QINLINE Bits multiply_pairs(Bits a, Bits b) {
 }
 #endif
 
-template <int PART>
-QINLINE Bits part_of(Bits bytes) {
-    return and_bits(PART == 0 ? bytes : shift_right<8>(bytes), broadcast_bits(0x00ff00ffu));
-}
 QINLINE Bits multiply_add(Bits sums, Bits w, Bits x) { return add_bits(sums, multiply_pairs(w, x)); }
 QINLINE void store_inputs(Input *out, Bits x) {
     int32_t lanes[LANES];
@@ -184,6 +161,15 @@ QINLINE void store_inputs(Input *out, Bits x) {
 }
 
 #endif
+
+// Bytes meet four weights at once, 16-bit inputs the even and then the odd ones.
+constexpr int NUM_PARTS = sizeof(Input);
+
+template <int PART>
+QINLINE Bits part_of(Bits bytes) {
+    if constexpr (NUM_PARTS == 1) return bytes;
+    return and_bits(PART == 0 ? bytes : shift_right<8>(bytes), broadcast_bits(0x00ff00ffu));
+}
 
 // Half bytes times bytes: sums of 16 bits, which `widen` adds to those of 32 before they could overflow.
 #if NARROW_SUMS
@@ -228,8 +214,7 @@ using Int4Input = Input;
 
 // Rows for int8 weights have room for their outliers behind each group: a word for every four inputs.
 constexpr int64_t INT8_INPUT_BYTES = SHORT_PAIRS ? 2 : sizeof(Input), INT4_INPUT_BYTES = sizeof(Int4Input);
-constexpr int QUAD_WORDS = sizeof(Input);  // four inputs are so many words
-static_assert(QUAD_WORDS == NUM_PARTS);
+constexpr int QUAD_WORDS = NUM_PARTS;  // four inputs are so many words
 
 template <int PART>
 QINLINE Bits load_inputs(const uint32_t *x, int stride) {
