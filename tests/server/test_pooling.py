@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 from folders import TEXTS, make_folder
+from served import serving
 from servers import RunningServer, serve_model
 
 from quire import LLM, PoolingParams
@@ -334,3 +335,13 @@ def test_many_numbers_are_dealt_with_beside_the_event_loop(
     monkeypatch.setattr(vectors_module, "floats_of", noted(floats_of))
     assert len(post(running, path, **body)["data"]) == len(body.get("text_2") or body["input"])
     assert threads and "test-server" not in threads
+
+
+def test_the_embedder_that_ships_is_served_by_an_engine_of_its_own_process() -> None:
+    """What the server decides of an encoder, its engine's process must take as options."""
+    with serving(model="quire-embedder") as served, LLM("quire-embedder") as llm:
+        served.await_ready()
+        body = {"input": "a text", "encoding_format": "float"}
+        answer = httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=60)
+        (expected,) = llm.embed("a text", use_tqdm=False)
+        assert answer.json()["data"][0]["embedding"] == expected.outputs.embedding

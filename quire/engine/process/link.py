@@ -50,8 +50,9 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         )
     options: Mapping[str, Any] = asdict(config) | {
         "dtype": plan.dtype,
-        "block_size": limits.block_size,
-        "kv_cache_memory": plan.kv_bytes,
+        # an encoder keeps nothing of its texts, and refuses options of what is kept
+        "block_size": None if plan.spec.is_encoder else limits.block_size,
+        "kv_cache_memory": plan.kv_bytes or None,
         "populate_kv_cache": "on" if plan.is_kv_populated else "off",
         # what is sensible has been decided; what is impossible is still refused
         "memory_utilization": 1.0,
