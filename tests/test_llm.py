@@ -228,6 +228,11 @@ def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> Non
         storyteller.beam_search(
             "x", BeamSearchParams(beam_width=2, max_tokens=2, allowed_token_ids=[10**6])
         )
+    for messages in ("hello", ["hello"], [None], [["hello"]]):
+        with pytest.raises(
+            InvalidParameterError, match="a message is of type (str|NoneType); give"
+        ):
+            storyteller.chat(messages, use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="runner='pooling'"):
         storyteller.embed("x")
     assert not storyteller.engine.has_work

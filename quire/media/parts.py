@@ -59,6 +59,14 @@ def take_images(
 def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages of a script with their image parts in one form. Raises
     InvalidParameterError."""
+    each_one = messages if isinstance(messages, list | tuple) else [messages]
+    for each in each_one:
+        if not isinstance(each, Mapping):
+            raise InvalidParameterError(
+                f"a message is of type {type(each).__name__}; give messages as a list such as "
+                '[{"role": "user", "content": ...}], or several such lists',
+                param="messages",
+            )
     return [
         {
             **message,
