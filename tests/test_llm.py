@@ -230,7 +230,7 @@ def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> Non
         )
     for messages in ("hello", ["hello"], [None], [["hello"]]):
         with pytest.raises(
-            InvalidParameterError, match="a message is of type (str|NoneType); give"
+            InvalidParameterError, match=r"a message is of type (str|NoneType); give"
         ):
             storyteller.chat(messages, use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="runner='pooling'"):
