@@ -345,3 +345,13 @@ def test_the_embedder_that_ships_is_served_by_an_engine_of_its_own_process() -> 
         answer = httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=60)
         (expected,) = llm.embed("a text", use_tqdm=False)
         assert answer.json()["data"][0]["embedding"] == expected.outputs.embedding
+
+
+def test_replicas_of_the_embedder_give_its_vectors() -> None:
+    with (
+        LLM("quire-embedder", num_threads=1) as alone,
+        LLM("quire-embedder", num_threads=1, data_parallel_size=2) as replicas,
+    ):
+        expected = [each.outputs.embedding for each in alone.embed(TEXTS, use_tqdm=False)]
+        found = [each.outputs.embedding for each in replicas.embed(TEXTS, use_tqdm=False)]
+        assert found == expected

@@ -24,7 +24,7 @@ def check_options(config: EngineConfig, spec: DecoderSpec, *, generates: bool) -
     cache = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     given = {
         "kv_cache_dtype": cache,
-        "target_step_ms": config.target_step_ms,
+        "target_step_ms": config.target_step_ms or None,  # 0 sets no limit
         "block_size": config.block_size,
     }
     for name, value in given.items():
