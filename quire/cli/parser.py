@@ -9,11 +9,20 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
+from quire.cli.option_file import read_options, words_for
 from quire.config.command_line import known_words
 from quire.errors import ConfigError
 
 _UNDERSCORED = re.compile(r"--[a-z0-9]+(?:_[a-z0-9]+)+(?==|\Z)")
 """An option as keyword arguments spell it, which vLLM takes as well: --max_model_len=8192."""
+
+
+CONFIG = "config"
+"""The option that names a file of options, of commands that have it."""
+
+
+class _Default(str):
+    """What a word without an option is where it is left out."""
 
 
 class UsageError(ConfigError):
@@ -39,6 +48,31 @@ class Parser(argparse.ArgumentParser):
         """Parse; UsageError names an unknown option and what it may have meant.
         SystemExit after --help."""
         argv = [_UNDERSCORED.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        args = self._parse_words(argv)
+        path = getattr(args, CONFIG, None)
+        return args if path is None else self._with_file(path, argv)
+
+    def _with_file(self, path: str, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse again, with what the file says where the command line says nothing."""
+        for action in self._actions:
+            if not action.option_strings and isinstance(action.default, str):
+                action.default = _Default(action.default)
+        said = {
+            name: value
+            for name, value in vars(self._parse_words(argv)).items()
+            if not isinstance(value, _Default)
+        }
+        known, words = self._option_string_actions, list[str]()
+        for key, value in read_options(path).items():
+            found = known_words(list(words_for(key, value, known)), known)
+            name = found[0].split("=")[0] if found else f"--{key.replace('_', '-')}"
+            is_model = name == "--model" and any(each.dest == "model" for each in self._actions)
+            if name == f"--{CONFIG}" or (name not in known and not is_model):
+                self.error(f"config={path!r}: {key!r} is no option of it{self._hint([name])}")
+            words += found
+        return argparse.Namespace(**vars(self._parse_words(words)) | said)
+
+    def _parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
         argv = self._with_model(known_words(argv, self._option_string_actions))
         args, unknown = self.parse_known_args(argv)
         if unknown and not any(word.startswith("-") for word in unknown):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.cli.options import add_engine_options, add_field_options, engine_config
+from quire.cli.parser import CONFIG
 from quire.common.extras import needs_extra
 from quire.config.api import ApiConfig
 from quire.config.foreign import FOREIGN_SERVER_OPTIONS, translate
@@ -38,6 +39,12 @@ exits.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
+    parser.add_argument(
+        f"--{CONFIG}",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="options from a YAML or TOML file; those of the command line count instead of its own",
+    )
     add_field_options(parser.add_argument_group("server options"), dataclasses.fields(ServeConfig))
     add_field_options(parser.add_argument_group("API options"), dataclasses.fields(ApiConfig))
     add_foreign_options(parser, FOREIGN_SERVER_OPTIONS)

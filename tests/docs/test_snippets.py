@@ -214,13 +214,26 @@ def test_scripts_for_a_cluster_give_options_that_there_are() -> None:
 
 
 def test_applications_for_ray_serve_are_understood() -> None:
+    files = [yaml.safe_load(block.code) for block in BLOCKS if block.language == "yaml"]
+    applications = [each for file in files for each in file.get("applications", ())]
+    assert applications
+    for each in applications:
+        module, _, name = each["import_path"].partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+        RaySettings.of(each["args"])
+
+
+def test_files_of_options_are_understood(tmp_path: Path) -> None:
     files = [block for block in BLOCKS if block.language == "yaml"]
+    files = [block for block in files if "applications" not in yaml.safe_load(block.code)]
     assert files
-    for block in files:
-        for each in yaml.safe_load(block.code)["applications"]:
-            module, _, name = each["import_path"].partition(":")
-            assert callable(getattr(importlib.import_module(module), name))
-            RaySettings.of(each["args"])
+    for number, block in enumerate(files):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(block.code, encoding="utf-8")
+        parser = Parser("quire serve", COMMANDS["serve"].help)
+        importlib.import_module(COMMANDS["serve"].module).add_arguments(parser)
+        found = parser.parse(["--config", str(path)])
+        assert found.model == yaml.safe_load(block.code)["model"]
 
 
 def test_entry_points_name_what_the_example_has() -> None:

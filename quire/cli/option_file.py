@@ -1,0 +1,95 @@
+"""A file of options for a command line: YAML, or TOML where its name ends so.
+
+Owns the words that a file's keys stand for; which options there are, and what the command line says
+otherwise, is the parser's. Reads nothing but the file, by a loader that makes plain values only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """Return the file's keys, in its order, and their values. Raises ConfigError, with the line and
+    column of what is wrong."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={path!r} cannot be read: {error}") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"config={path!r} is larger than {MAX_BYTES >> 20} MiB")
+    options = _read_toml(path, text) if path.endswith(".toml") else _read_yaml(path, text)
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise ConfigError(
+            f"config={path!r} must be a mapping of options to values, such as 'port: 8001'"
+        )
+    return options
+
+
+def _read_toml(path: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config={path!r}: {error}") from None
+
+
+def _read_yaml(path: str, text: str) -> Any:
+    import yaml  # takes 10 ms
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        if isinstance(root, yaml.MappingNode):
+            _refuse_repeated(path, [key for key, _ in root.value])
+        return yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"config={path!r}: {error.problem}{_place(error.problem_mark)}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"config={path!r}: {error}") from None
+
+
+def _refuse_repeated(path: str, keys: list[Any]) -> None:
+    """Refuse an option that comes twice, of which YAML's loader takes the last."""
+    said: set[str] = set()
+    for key in keys:
+        if isinstance(key.value, str) and key.value in said:
+            place = _place(key.start_mark)
+            raise ConfigError(f"config={path!r}: {key.value!r} comes twice{place}")
+        said.update([key.value] if isinstance(key.value, str) else [])
+
+
+def _place(mark: Any) -> str:
+    return "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+
+
+def words_for(key: str, value: Any, actions: Mapping[str, argparse.Action]) -> Iterator[str]:
+    """Yield the words of a command line that say what a key of the file says. `actions` are the
+    parser's, by their options. A key without a value says nothing."""
+    name = f"--{key.replace('_', '-')}"
+    action, negated = actions.get(name), f"--no-{name[2:]}"
+    if isinstance(value, list) and action is not None and action.nargs in ("+", "*"):
+        yield name
+        yield from map(_text, value)
+    elif isinstance(value, list):
+        for each in value:
+            yield f"{name}={_text(each)}"
+    elif value is False and negated in actions:
+        yield negated
+    elif isinstance(value, bool) and action is not None and action.nargs == 0:
+        yield from [name] if value else []
+    elif value is not None:
+        yield f"{name}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
