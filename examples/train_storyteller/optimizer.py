@@ -45,16 +45,15 @@ def orthogonalise(stack: Tensor) -> Tensor:
 
 
 class StoryOptimizer:
-    """Steps a model's parameters in place; its state is a flat dict of tensors
-    named after the parameters."""
+    """Steps a model's parameters in place, but for those that need no gradient; its state is a flat
+    dict of tensors named after the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._matrices = {
-            n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n
-        }
-        self._others = {n: p for n, p in model.named_parameters() if n not in self._matrices}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._matrices = {n: p for n, p in trained.items() if p.dim() == 2 and "embed" not in n}
+        self._others = {n: p for n, p in trained.items() if n not in self._matrices}
         self.state: dict[str, Tensor] = {}
-        for name, weight in model.named_parameters():
+        for name, weight in trained.items():
             self.state[f"{name}.momentum"] = torch.zeros_like(weight)
         for name, weight in self._others.items():
             self.state[f"{name}.square"] = torch.zeros_like(weight)

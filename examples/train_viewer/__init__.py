@@ -1,0 +1,1 @@
+"""Training of a small image model."""
