@@ -150,7 +150,7 @@ def begin_projector(model: transformers.LlavaForConditionalGeneration, rng: rand
     tower: Any = model.model.vision_tower
     rows = tower(pixels).last_hidden_state[:, 1:].flatten(0, 1)
     mean, std = rows.mean(0), rows.std(0) + 1e-3
-    projector = model.model.multi_modal_projector
+    projector: Any = model.model.multi_modal_projector
     nn.init.normal_(projector.linear_1.weight, std=HIDDEN_SIZE**-0.5)
     projector.linear_1.weight.div_(std)
     projector.linear_1.bias.copy_(-projector.linear_1.weight @ mean)
