@@ -156,7 +156,8 @@ def begin_projector(model: transformers.LlavaForConditionalGeneration, rng: rand
     projector.linear_1.bias.copy_(-projector.linear_1.weight @ mean)
     nn.init.normal_(projector.linear_2.weight, std=HIDDEN_SIZE**-0.5)
     size = projector(rows).std()
-    projector.linear_2.weight.mul_(model.get_input_embeddings().weight.std() / size)
+    embeddings: Any = model.get_input_embeddings()
+    projector.linear_2.weight.mul_(embeddings.weight.std() / size)
 
 
 class Talks:
