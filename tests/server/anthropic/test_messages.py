@@ -242,13 +242,16 @@ def test_a_call_and_what_follows_it(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_stream_of_a_call(claude: anthropic.Anthropic) -> None:
-    whole = call(claude).content[0]
+    note = {"note": {"type": "string", "minLength": 30, "maxLength": 40}}
+    schema = {**SCHEMA, "properties": note, "required": ["note"]}
+    tools: Any = [{**TOOLS[0], "input_schema": schema}]
+    whole = call(claude, tools=tools).content[0]
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     with claude.messages.stream(
         model=MODEL,
         max_tokens=100,
         messages=CAT,
-        tools=TOOLS,
+        tools=tools,
         tool_choice=choice,
         extra_body={"temperature": 0},
     ) as stream:

@@ -167,11 +167,12 @@ def spelt(http: httpx.Client, token_ids: list[int]) -> str:
 
 
 def test_thoughts_end_where_their_budget_is_spent(thinker: httpx.Client) -> None:
-    (endless,) = think(thinker, None)["choices"]
+    long: dict[str, Any] = {"min_tokens": 30}  # what ends early has an empty answer
+    (endless,) = think(thinker, None, **long)["choices"]
     assert endless["message"]["content"] is None and endless["finish_reason"] == "length"
-    assert think(thinker, -1)["choices"] == [endless]
+    assert think(thinker, -1, **long)["choices"] == [endless]
     for budget in (0, 1, 7):
-        (choice,) = think(thinker, budget)["choices"]
+        (choice,) = think(thinker, budget, **long)["choices"]
         token_ids = choice["token_ids"]
         assert token_ids[:budget] == endless["token_ids"][:budget]
         thoughts, _, content = spelt(thinker, token_ids).partition(END)
@@ -181,7 +182,7 @@ def test_thoughts_end_where_their_budget_is_spent(thinker: httpx.Client) -> None
             "\n"
         ) and END not in content
         assert len(token_ids) == 30 and choice["finish_reason"] == "length"
-    (cut,) = think(thinker, 20, max_tokens=10)["choices"]
+    (cut,) = think(thinker, 20, max_tokens=10, min_tokens=10)["choices"]
     assert cut["token_ids"] == endless["token_ids"][:10] and cut["message"]["content"] is None
 
 
@@ -206,7 +207,7 @@ def test_a_budget_in_streams_and_for_several_answers(thinker: httpx.Client) -> N
         )
         assert spelt(thinker, choice["token_ids"][4:]).startswith(END)
         assert len(choice["logprobs"]["content"]) == 30
-    assert len({tuple(choice["token_ids"][:4]) for choice in whole}) > 1
+    assert len({tuple(choice["token_ids"]) for choice in whole}) > 1
 
 
 @pytest.mark.slow
@@ -284,12 +285,17 @@ def test_a_budget_on_the_other_endpoints(thinker: httpx.Client) -> None:
         "input": "Once upon a time",
         "temperature": 0,
         "max_output_tokens": 30,
+        "min_tokens": 30,
     }
     answer = thinker.post("/v1/responses", json={**body, "thinking_token_budget": 5}).json()
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message"]
     asked = {**CHAT, "thinking": {"type": "enabled", "budget_tokens": 5}}
     answer = thinker.post("/v1/messages", json=asked).json()
-    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    said = think(thinker, 5)["choices"][0]["message"]
+    assert answer["content"][0]["type"] == "thinking"
+    assert answer["content"][0]["thinking"] == said["reasoning"]
+    texts = [block["text"] for block in answer["content"][1:]]
+    assert texts == ([said["content"]] if said["content"] else [])
     for wrong in ("5", -1, True, 1.5):
         refused = thinker.post(
             "/v1/messages", json={**CHAT, "thinking": {"type": "enabled", "budget_tokens": wrong}}

