@@ -23,6 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # A distribution's module, where it is not the name with underscores.
 MODULES = {
     "pillow": "PIL",
+    "pyyaml": "yaml",
     "python_multipart": "python_multipart",
     "opentelemetry_sdk": "opentelemetry",
     "opentelemetry_exporter_otlp_proto_http": "opentelemetry",
