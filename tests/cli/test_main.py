@@ -170,6 +170,7 @@ def test_wrong_model_is_refused(quire: Quire) -> None:
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nobody/nothing" in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_pipe_ends_quietly(tiny: str) -> None:
     command = (
         f"{sys.executable} -m quire generate {tiny} -p Once --max-tokens 300 --quiet --ignore-eos"
@@ -204,6 +205,7 @@ def test_full_disk_is_one_clear_line(
     )
 
 
+@pytest.mark.slow
 def test_interrupt_is_clean(tiny: str) -> None:
     argv = [
         sys.executable,

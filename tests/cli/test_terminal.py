@@ -14,6 +14,8 @@ import sys
 import termios
 import threading
 
+import pytest
+
 from quire.cli.terminal import printable, progress_bar
 
 ROWS, COLUMNS = 12, 60
@@ -195,6 +197,7 @@ def test_tiny_windows_and_dumb_terminals_get_no_status() -> None:
     assert run_on_terminal(script(body)) == (0, "")
 
 
+@pytest.mark.slow
 def test_generate_on_a_terminal(tiny: str) -> None:
     argv = [
         sys.executable,

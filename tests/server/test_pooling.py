@@ -337,6 +337,7 @@ def test_many_numbers_are_dealt_with_beside_the_event_loop(
     assert threads and "test-server" not in threads
 
 
+@pytest.mark.slow
 def test_the_embedder_that_ships_is_served_by_an_engine_of_its_own_process() -> None:
     """What the server decides of an encoder, its engine's process must take as options."""
     with serving(model="quire-embedder") as served, LLM("quire-embedder") as llm:
@@ -347,6 +348,7 @@ def test_the_embedder_that_ships_is_served_by_an_engine_of_its_own_process() -> 
         assert answer.json()["data"][0]["embedding"] == expected.outputs.embedding
 
 
+@pytest.mark.slow
 def test_replicas_of_the_embedder_give_its_vectors() -> None:
     with (
         LLM("quire-embedder", num_threads=1) as alone,
