@@ -40,7 +40,7 @@ def read_options(path: str) -> dict[str, Any]:
 def _read_toml(path: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"config={path!r}: {error}") from None
 
 
@@ -48,13 +48,18 @@ def _read_yaml(path: str, text: str) -> Any:
     import yaml  # takes 10 ms
 
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return {}
         if isinstance(root, yaml.MappingNode):
             _refuse_repeated(path, [key for key, _ in root.value])
-        return yaml.safe_load(text) or {}
+        return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"config={path!r}: {error.problem}{_place(error.problem_mark)}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config={path!r}: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:  # of a date that is none, or of deep lists
         raise ConfigError(f"config={path!r}: {error}") from None
 
 
@@ -62,10 +67,11 @@ def _refuse_repeated(path: str, keys: list[Any]) -> None:
     """Refuse an option that comes twice, of which YAML's loader takes the last."""
     said: set[str] = set()
     for key in keys:
-        if isinstance(key.value, str) and key.value in said:
-            place = _place(key.start_mark)
-            raise ConfigError(f"config={path!r}: {key.value!r} comes twice{place}")
-        said.update([key.value] if isinstance(key.value, str) else [])
+        if isinstance(key.value, str):
+            if key.value in said:
+                place = _place(key.start_mark)
+                raise ConfigError(f"config={path!r}: {key.value!r} comes twice{place}")
+            said.add(key.value)
 
 
 def _place(mark: Any) -> str:
@@ -74,7 +80,8 @@ def _place(mark: Any) -> str:
 
 def words_for(key: str, value: Any, actions: Mapping[str, argparse.Action]) -> Iterator[str]:
     """Yield the words of a command line that say what a key of the file says. `actions` are the
-    parser's, by their options. A key without a value says nothing."""
+    parser's, by their options. A key without a value says nothing. Raises ConfigError for a value
+    that is none of JSON."""
     name = f"--{key.replace('_', '-')}"
     action, negated = actions.get(name), f"--no-{name[2:]}"
     if isinstance(value, list) and action is not None and action.nargs in ("+", "*"):
@@ -92,4 +99,9 @@ def words_for(key: str, value: Any, actions: Mapping[str, argparse.Action]) -> I
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+    if not isinstance(value, dict | list | bool):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:  # a date, or a list within itself
+        raise ConfigError(f"{error}; a value must be one of JSON") from None

@@ -7,7 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quire.cli.option_file import read_options, words_for
 from quire.config.command_line import known_words
@@ -54,23 +54,39 @@ class Parser(argparse.ArgumentParser):
 
     def _with_file(self, path: str, argv: Sequence[str]) -> argparse.Namespace:
         """Parse again, with what the file says where the command line says nothing."""
-        for action in self._actions:
-            if not action.option_strings and isinstance(action.default, str):
-                action.default = _Default(action.default)
-        said = {
-            name: value
-            for name, value in vars(self._parse_words(argv)).items()
-            if not isinstance(value, _Default)
-        }
-        known, words = self._option_string_actions, list[str]()
+        said = self._said(argv)
+        known, words, places = self._option_string_actions, list[str](), set[str]()
         for key, value in read_options(path).items():
-            found = known_words(list(words_for(key, value, known)), known)
+            try:
+                found = known_words(list(words_for(key, value, known)), known)
+            except ConfigError as error:
+                self.error(f"config={path!r}: {key!r}: {error}")
             name = found[0].split("=")[0] if found else f"--{key.replace('_', '-')}"
             is_model = name == "--model" and any(each.dest == "model" for each in self._actions)
             if name == f"--{CONFIG}" or (name not in known and not is_model):
                 self.error(f"config={path!r}: {key!r} is no option of it{self._hint([name])}")
+            place = "model" if is_model else known[name].dest
+            if place in places:
+                self.error(f"config={path!r}: {key!r} comes twice, in another spelling")
+            places.add(place)
             words += found
         return argparse.Namespace(**vars(self._parse_words(words)) | said)
+
+    def _said(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Return what the command line says, without what is so where it says nothing."""
+        optional = [
+            action
+            for action in self._actions
+            if not action.option_strings and isinstance(action.default, str)
+        ]
+        try:
+            for action in optional:
+                action.default = _Default(action.default)
+            found = vars(self._parse_words(argv))
+        finally:
+            for action in optional:
+                action.default = str(action.default)
+        return {name: each for name, each in found.items() if not isinstance(each, _Default)}
 
     def _parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
         argv = self._with_model(known_words(argv, self._option_string_actions))

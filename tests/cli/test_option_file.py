@@ -82,7 +82,8 @@ def test_the_command_line_counts_instead(path: Path) -> None:
 
 def test_the_shipped_model_is_served_where_neither_names_one(path: Path) -> None:
     path.write_text("port: 8001")
-    assert parsed("--config", str(path)).model == serve.SHIPPED_MODEL
+    found = parsed("--config", str(path)).model
+    assert found == serve.SHIPPED_MODEL and type(found) is str  # what follows sends it on
     path.write_text("model: some/model")
     assert parsed(serve.SHIPPED_MODEL, "--config", str(path)).model == serve.SHIPPED_MODEL
 
@@ -94,6 +95,16 @@ def test_the_shipped_model_is_served_where_neither_names_one(path: Path) -> None
         ("config: other.yaml", "'config' is no option"),
         ("port: [1", "line 1, column 9"),
         ("port: 1\nhost: a\nport: 2", "'port' comes twice (line 3, column 1)"),
+        ("max-model-len: 1\nmax_model_len: 2", "'max_model_len' comes twice"),
+        ("enable-prefix-caching: true\nno-enable-prefix-caching: true", "comes twice"),
+        ("model: a\nport: 1\nMODEL: b", "'MODEL' is no option"),
+        ("speculative-config: {a: 2026-01-01}", "'speculative-config': Object of type date"),
+        ("api-key: &a [[*a]]", "'api-key': Circular reference"),
+        ("port: " + "[" * 20000, "recursion"),
+        ("port: 2026-99-01", "month must be in 1..12"),
+        ("port: \x07", "special characters are not allowed"),
+        ("[]", "must be a mapping"),
+        ("0", "must be a mapping"),
         ("- port", "must be a mapping"),
         ("1: 2", "must be a mapping"),
         ("port: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
