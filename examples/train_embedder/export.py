@@ -4,7 +4,6 @@ python -m examples.train_embedder.export --out quire/assets/quire-embedder
 """
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from examples.train_storyteller.export import write_attribution
+from examples.train_storyteller.export import write_attribution, write_json
 
 from .passages import ATTRIBUTION_FILE
 from .tokenizer import SPECIAL_TOKENS
@@ -47,19 +46,15 @@ def write_folder(model: transformers.BertModel, tokenizer: Path, out: Path) -> N
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors makes it readable for its owner only
     config = model.config.to_diff_dict() | {"architectures": ["BertModel"], "dtype": "float16"}
-    _write_json(out / "config.json", config)
-    _write_json(out / "modules.json", MODULES)
+    write_json(out / "config.json", config)
+    write_json(out / "modules.json", MODULES)
     pooling = {"word_embedding_dimension": HIDDEN_SIZE, "pooling_mode_mean_tokens": True}
-    _write_json(out / "1_Pooling/config.json", pooling)
-    _write_json(
+    write_json(out / "1_Pooling/config.json", pooling)
+    write_json(
         out / "sentence_bert_config.json", {"max_seq_length": MAX_LEN, "do_lower_case": False}
     )
-    _write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
     shutil.copyfile(tokenizer, out / "tokenizer.json")
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

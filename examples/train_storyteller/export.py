@@ -56,7 +56,7 @@ def hf_config(shape: ModelShape) -> dict[str, object]:
     }
 
 
-def write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

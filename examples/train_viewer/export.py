@@ -4,13 +4,14 @@ python -m examples.train_viewer.export --run build/viewer --out build/viewer/mod
 """
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from examples.train_storyteller.export import write_json
 
 from .conversations import CHAT_TEMPLATE, END_OF_TEXT, MAX_LEN, TURN_END
 from .model import MEAN, STD
@@ -64,15 +65,11 @@ def write_folder(
         "image_seq_length": NUM_PATCHES,
     }
     config.pop("transformers_version", None)
-    _write_json(out / "config.json", config)
-    _write_json(out / "preprocessor_config.json", PROCESSOR)
-    _write_json(out / "generation_config.json", GENERATION)
-    _write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(out / "config.json", config)
+    write_json(out / "preprocessor_config.json", PROCESSOR)
+    write_json(out / "generation_config.json", GENERATION)
+    write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
     shutil.copyfile(tokenizer, out / "tokenizer.json")
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
