@@ -140,7 +140,7 @@ class Mixture {
 void Mixture::run(void *out) {
     if (layer_.num_held() < layer_.num_experts) return run_held(out);
     if (adapters_.rows != nullptr && adapters_.rows->concern(adapters_.down, 0, num_tokens_)) {
-        results_ = scratch(EXPERT_RESULTS, num_pairs() * layer_.hidden());
+        results_ = scratch(EXPERT_RESULTS, num_pairs() * layer_.own_hidden());
     }
     std::vector<Group> left = grouping_.groups;
     if (layer_.pool == nullptr) {
@@ -207,7 +207,7 @@ void Mixture::compute_round(void *out) {
     if (layer_.own_inner() < layer_.inner()) {
         const int64_t size = size_of(dtype_);
         const Columns own{layer_.held.inner.first * size, layer_.held.inner.num_bytes * size};
-        void *whole = scratch(EXPERT_RESULTS, words(layer_.inner()));
+        void *whole = scratch(EXPERT_ACTIVATIONS, words(layer_.inner()));
         layer_.held.gathering->columns(gated, num_pairs(), {own}, layer_.inner() * size, whole);
         gated = whole;
     }
@@ -230,7 +230,8 @@ bool Mixture::is_adapted(const Group &group, int64_t number) const {
 
 // Gate and `up` of all of a group's tokens.
 void Mixture::adapt_up(const Group &group, void *gated) const {
-    const int64_t width = layer_.inner(), hidden = layer_.hidden(), row_bytes = hidden * size_of(dtype_);
+    const int64_t width = layer_.own_inner(), hidden = layer_.hidden(), row_bytes = hidden * size_of(dtype_);
+    const int64_t first_output = layer_.first_up(group.expert);
     const int64_t at_once = max64(LEAST_GATED_ROWS, GATED_BYTES / (2 * width * int64_t{sizeof(float)}));
     const AdaptedRows adapted = adapted_rows(group);
     for (int64_t first = 0; first < group.count; first += at_once) {
@@ -241,7 +242,7 @@ void Mixture::adapt_up(const Group &group, void *gated) const {
         }
         float *const products = scratch(GATE_PRODUCTS, count * 2 * width);
         linear(group.weights.up, rows, dtype_, count, products, DType::f32);
-        adapted.between(first, last).add_to(adapters_.up, rows, dtype_, products, DType::f32, group.expert * 2 * width, 2 * width);
+        adapted.between(first, last).add_to(adapters_.up, rows, dtype_, products, DType::f32, first_output, 2 * width);
         void *const out = offset(gated, (group.first + first) * width, dtype_);
         over_rows(count, 4 * width, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; ++r) {
@@ -255,15 +256,16 @@ void Mixture::adapt_up(const Group &group, void *gated) const {
 
 // To what the group's expert gives, which is stored whole.
 void Mixture::adapt_down(const Group &group, const void *gated) const {
-    const int64_t hidden = layer_.hidden();
+    const int64_t width = layer_.own_hidden();
     adapted_rows(group).add_to(adapters_.down, offset(gated, group.first * layer_.inner(), dtype_), dtype_,
-                               results_ + group.first * hidden, DType::f32, group.expert * hidden, hidden);
+                               results_ + group.first * width, DType::f32, layer_.first_down(group.expert), width);
 }
 
 void Mixture::add_results(void *out) const {
-    const ExpertSums from{results_, layer_.hidden(), num_chosen_, grouping_.places.data(), weights_};
-    over_rows(num_tokens_, num_chosen_ * layer_.hidden() * int64_t{sizeof(float)}, [&](int64_t first, int64_t last) {
-        table_.combine_experts(from, first, last, offset(out, first * layer_.hidden(), dtype_), dtype_, layer_.hidden());
+    const int64_t width = layer_.own_hidden();
+    const ExpertSums from{results_, width, num_chosen_, grouping_.places.data(), weights_};
+    over_rows(num_tokens_, num_chosen_ * width * int64_t{sizeof(float)}, [&](int64_t first, int64_t last) {
+        table_.combine_experts(from, first, last, offset(out, first * width, dtype_), dtype_, width);
     });
 }
 
@@ -401,7 +403,7 @@ void Mixture::project_down(void *out) const {
 // All groups' results for columns that begin with a panel, and their sum, unless further rounds add to it.
 void Mixture::project_columns(int64_t first_panel, int64_t num_panels, void *out) const {
     const int64_t width = num_panels * PANEL, first = first_panel * PANEL;
-    const int64_t stride = results_ == nullptr ? width : layer_.hidden();
+    const int64_t stride = results_ == nullptr ? width : layer_.own_hidden();
     float *sums = results_ == nullptr ? scratch(EXPERT_SUMS, num_pairs() * width) : results_ + first;
     for (const Group &group : groups_) {
         const Destination to{sums + group.first * stride, DType::f32, stride, false, Activation::silu, false, first};

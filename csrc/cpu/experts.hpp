@@ -35,8 +35,11 @@ struct ExpertLayer {
     int64_t own_inner() const { return up.num_outputs / (2 * num_held()); }
     int64_t own_hidden() const { return down.num_outputs / num_held(); }
     bool holds(int64_t expert) const { return expert >= held.first && expert < held.first + num_held(); }
-    LinearWeight up_of(int64_t expert) const { return up.part((expert - held.first) * 2 * own_inner(), 2 * own_inner()); }
-    LinearWeight down_of(int64_t expert) const { return down.part((expert - held.first) * own_hidden(), own_hidden()); }
+    // Where an expert's outputs begin.
+    int64_t first_up(int64_t expert) const { return (expert - held.first) * 2 * own_inner(); }
+    int64_t first_down(int64_t expert) const { return (expert - held.first) * own_hidden(); }
+    LinearWeight up_of(int64_t expert) const { return up.part(first_up(expert), 2 * own_inner()); }
+    LinearWeight down_of(int64_t expert) const { return down.part(first_down(expert), own_hidden()); }
 };
 
 // What adapters change of a layer, for the tokens that use one: weights by their numbers, or Operation::NO_ADAPTERS.
@@ -71,8 +74,8 @@ struct LikelyExperts {
 
 // out [T, H] = the sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t])) of expert ids[t, j], in the order of
 // j, from zero. An id that is no expert's counts nothing. A row's bits depend on nothing but the row, its choices, the
-// weights and the instruction set. `out` is no part of x. ExpertFileError where a pool cannot read an expert. Adapters are for
-// layers of which this rank has all. A pool is told of `likely` experts when it has brought those of x.
+// weights and the instruction set. `out` is no part of x. ExpertFileError where a pool cannot read an expert. Adapters change
+// the outputs that this rank has, and on every rank the same weights where ranks have some outputs of all experts. A pool is told of `likely` experts when it has brought those of x.
 void apply_experts(const ExpertLayer &layer, const ExpertRouting &routing, const int64_t *ids, const float *weights,
                    const void *x, DType dtype, int64_t num_tokens, void *out, const ExpertAdapters &adapters,
                    const LikelyExperts *likely = nullptr);

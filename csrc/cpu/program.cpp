@@ -522,10 +522,9 @@ void Program::check(const std::vector<const Adapter *> &adapters) const {
     if (adapters.empty()) return;
     for (const Operation &each : lists_.whole) {
         if (each.kind == Kind::experts) {
-            const bool is_whole = each.layer.held.gathering == nullptr;  // ranks' experts take no adapters
             check_shape(adapters, each.numbers.router, each.x.width, each.layer.num_experts);
-            check_shape(adapters, each.numbers.up, each.x.width, is_whole ? each.layer.up.num_outputs : ANY_SIZE);
-            check_shape(adapters, each.numbers.down, each.layer.inner(), is_whole ? each.layer.down.num_outputs : ANY_SIZE);
+            check_shape(adapters, each.numbers.up, each.x.width, each.layer.up.num_outputs);
+            check_shape(adapters, each.numbers.down, each.layer.inner(), each.layer.down.num_outputs);
             continue;
         }
         const int64_t num_outputs = each.kind == Kind::gated_linear ? 2 * each.out.width : each.out.width;

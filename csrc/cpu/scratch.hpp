@@ -24,7 +24,8 @@ enum ScratchSlot : int {
     HEAD_ROWS = 11,
     EXPERT_RESULTS = 12,
     EXPERT_INPUTS = 13,
-    NUM_SLOTS = 14
+    EXPERT_ACTIVATIONS = 14,
+    NUM_SLOTS = 15
 };
 
 }  // namespace quire

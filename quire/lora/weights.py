@@ -77,9 +77,9 @@ class AdapterLoader:
             layout = layout_of(folder, file, self._spec, self._limits)
             self._check_copies(folder, layout, file)
             weights = {
-                each.number: self._held(each, file)
+                each.number: held
                 for each in layout.weights
-                if self._is_here(each.number)
+                if self._is_here(each.number) and (held := self._held(each, file)) is not None
             }
             if content_digest(folder) != digest or file.has_changed():
                 raise CheckpointError(f"{folder}: the adapter's files are no longer what they were")
@@ -130,10 +130,11 @@ class AdapterLoader:
         linears = self.model.linears
         return number < len(linears) and not isinstance(linears[number], ElsewhereLinear)
 
-    def _held(self, layout: WeightLayout, file: TensorFile) -> LoraWeight:
+    def _held(self, layout: WeightLayout, file: TensorFile) -> LoraWeight | None:
+        """Return what it adds to the outputs that are here; None where it adds to none of them."""
         whole, ranges = self._weight(layout, file), self._outputs.get(layout.number)
         held = whole if ranges is None else cut_outputs(whole, ranges)
-        if all(part.replaced is None for part in held.parts):
+        if held is None or all(part.replaced is None for part in held.parts):
             return held
         assert self.model is not None
         return _replacing(held, getattr(self.model.linears[layout.number], "bias", None))

@@ -41,6 +41,17 @@ TINY = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+MOE = {
+    **TINY,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 MakeLLM = Callable[..., LLM]
 

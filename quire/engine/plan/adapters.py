@@ -49,21 +49,15 @@ def plan_adapters(
     has_head = pooling is None or not pooling.token_ids
     limits = AdapterLimits(config.max_lora_rank, config.lora_experts, has_head)
     if limits.has_experts:
-        _check_experts(config, spec)
+        _check_experts(spec)
     bytes_each = adapter_bytes(spec, limits.max_rank, dtype, has_experts=limits.has_experts)
     reason = f"{max_loaded} of rank {limits.max_rank}, {format_bytes(bytes_each)} each"
     return AdapterPlan(max_active, max_loaded, limits, max_loaded * bytes_each, reason)
 
 
-def _check_experts(config: EngineConfig, spec: DecoderSpec) -> None:
+def _check_experts(spec: DecoderSpec) -> None:
     if not expert_weights(spec):
         raise ConfigError(
             f"lora_experts=True is for models with experts, and {spec.architecture} has none; "
             "leave it out"
-        )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"lora_experts=True with tensor_parallel_size={config.tensor_parallel_size} is not "
-            "supported: adapters of experts need experts that are whole in one process; take "
-            "pipeline_parallel_size or data_parallel_size"
         )
