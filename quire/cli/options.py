@@ -207,7 +207,7 @@ class _Switch(argparse.BooleanOptionalAction):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, help=help)
 
 
-class _Collect(argparse.Action):
+class _Collect(argparse._AppendAction):
     """An option that may be given several times; absent from the namespace unless given."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:

@@ -7,6 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from quire.cli.option_file import read_options, words_for
@@ -50,7 +51,28 @@ class Parser(argparse.ArgumentParser):
         argv = [_UNDERSCORED.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
         args = self._parse_words(argv)
         path = getattr(args, CONFIG, None)
-        return args if path is None else self._with_file(path, argv)
+        if path is not None:
+            return self._with_file(path, argv)
+        self._refuse_taken_model(argv)
+        return args
+
+    def _refuse_taken_model(self, argv: Sequence[str]) -> None:
+        """Refuse a line without a model, where an option of several words may have taken it for one
+        of its own: another model than the one that was meant would be loaded."""
+        several = {
+            name: action
+            for name, action in self._option_string_actions.items()
+            if action.nargs == "+" and isinstance(action, argparse._AppendAction)
+        }
+        for place, word in enumerate(argv):
+            taken = list(takewhile(lambda each: not each.startswith("-"), argv[place + 1 :]))
+            if word not in several or len(taken) < 2 or "=" in taken[-1]:
+                continue
+            if any(each.dest == "model" for each in self._actions) and not self._said_model(argv):
+                self.error(
+                    f"{word} takes all words behind it, {taken[-1]!r} among them, and no MODEL is "
+                    f"left; give it first: {self.prog} MODEL {word} {' '.join(taken)}"
+                )
 
     def _with_file(self, path: str, argv: Sequence[str]) -> argparse.Namespace:
         """Parse again, with what the file says where the command line says nothing."""
@@ -70,6 +92,8 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"config={path!r}: {key!r} comes twice, in another spelling")
             places.add(place)
             words += found
+        if "model" not in places:
+            self._refuse_taken_model(argv)
         return argparse.Namespace(**vars(self._parse_words(words)) | said)
 
     def _said(self, argv: Sequence[str]) -> dict[str, Any]:
@@ -87,6 +111,9 @@ class Parser(argparse.ArgumentParser):
             for action in optional:
                 action.default = str(action.default)
         return {name: each for name, each in found.items() if not isinstance(each, _Default)}
+
+    def _said_model(self, argv: Sequence[str]) -> bool:
+        return "model" in self._said(argv)
 
     def _parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
         argv = self._with_model(known_words(argv, self._option_string_actions))

@@ -27,8 +27,10 @@ def _option(default: Any, text: str, **metadata: Any) -> Any:
 class ApiConfig:
     """Options of the HTTP API. Sizes in bytes, times in seconds."""
 
-    served_model_name: str | None = _option(
-        None, "names under which the model is served, separated by commas"
+    served_model_name: tuple[str, ...] = _option(
+        (),
+        "name under which the model is served (several, repeatable, or separated by commas)",
+        nargs="+",
     )
     api_keys_file: str | None = _option(None, "TOML file of tenants and their API keys")
     api_keys: str | None = _option(
@@ -152,15 +154,23 @@ class ApiConfig:
             )
         for origin in self.allow_origin:
             _check_origin(origin)
-        if self.served_model_name is not None and not self.served_names:
+        object.__setattr__(self, "served_model_name", _as_names(self.served_model_name))
+        if self.served_model_name and not self.served_names:
             raise ConfigError("served_model_name is empty; give at least one name, or leave it out")
 
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names of the served model; empty where none was given."""
-        return tuple(
-            filter(None, (name.strip() for name in (self.served_model_name or "").split(",")))
-        )
+        given = (name.strip() for each in self.served_model_name for name in each.split(","))
+        return tuple(filter(None, given))
+
+
+def _as_names(given: object) -> tuple[str, ...]:
+    """Names as a program gives them: one text, several, or none."""
+    listed = (given,) if isinstance(given, str) else given or ()
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+        raise ConfigError(f"served_model_name={given!r} must be a name, or a list of names")
+    return tuple(listed)
 
 
 def _check_origin(origin: str) -> None:

@@ -158,7 +158,7 @@ def add_foreign_options(
                 flag, action=argparse.BooleanOptionalAction, default=hidden, help=hidden
             )
         elif each.takes_text:
-            parser.add_argument(flag, action="append", default=hidden, help=hidden)
+            parser.add_argument(flag, action="extend", nargs="+", default=hidden, help=hidden)
         else:
             parser.add_argument(
                 flag,

@@ -50,7 +50,7 @@ def test_a_file_says_what_a_command_line_would(path: Path) -> None:
     wanted = parsed(
         "some/model", "--port=8001", "--host=0.0.0.0", "--max-model-len", "4096",
         "--no-enable-prefix-caching", "--uvicorn-log-level", "info",
-        "--served-model-name=one", "--served-model-name=two",
+        "--served-model-name", "one", "two",
         '--speculative-config={"method": "ngram", "num_speculative_tokens": 3}',
         '--limit-mm-per-prompt={"image": 2}',
     )  # fmt: skip
@@ -118,6 +118,15 @@ def test_what_is_wrong_is_named(path: Path, text: str, complaint: str) -> None:
         parsed("--config", str(path))
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_an_option_takes_for_its_own_is_missed(path: Path) -> None:
+    path.write_text("port: 1")
+    with pytest.raises(UsageError, match="'my-model' among them"):
+        parsed("--config", str(path), "--served-model-name", "one", "my-model")
+    path.write_text("model: m")
+    found = parsed("--config", str(path), "--served-model-name", "one", "two")
+    assert (found.model, found.served_model_name) == ("m", ("one", "two"))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

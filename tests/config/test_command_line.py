@@ -97,14 +97,42 @@ def test_options_of_the_server(words: list[str], options: dict[str, Any]) -> Non
 
 def test_keys_are_taken_as_they_stand() -> None:
     given = ["12345678", "sk-abc==", "tenant=sk-abcdef"]
-    keys = read_keys(_served(*(f"--api-key={key}" for key in given))[1])
-    assert [found.name for key in given if (found := keys.find(key.encode()))] == [
-        "key-1",
-        "key-2",
-        "key-3",
-    ]
+    for words in ([f"--api-key={key}" for key in given], ["m", "--api-key", *given]):
+        keys = read_keys(_served(*words)[1])
+        assert [found.name for key in given if (found := keys.find(key.encode()))] == [
+            "key-1",
+            "key-2",
+            "key-3",
+        ]
     with pytest.raises(ConfigError, match="without commas"):
         _served("m", "--api-key", "sk-abcdef,sk-ghijkl")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["m", "--served-model-name", "one", "two"],
+        ["m", "--served-model-name=one", "--served-model-name", "two"],
+        ["--served-model-name", "one, two", "--model", "m"],
+        ["--served-model-name", "one", "two", "--port", "1", "m"],
+    ],
+)
+def test_several_names_are_taken(words: list[str]) -> None:
+    engine, api = _served(*words)
+    assert engine.model == "m" and api.served_names == ("one", "two")
+
+
+def test_one_name_may_stand_alone() -> None:
+    assert _served("--served-model-name", "one")[1].served_names == ("one",)
+    assert ApiConfig(served_model_name="one").served_names == ("one",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a list of names"):
+        ApiConfig(served_model_name=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["--served-model-name", "--api-key"])
+def test_a_model_that_an_option_takes_for_its_own_is_missed(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"'my-model' among them.*MODEL {option} one my-model"):
+        _served(option, "one", "my-model")
 
 
 def test_a_variable_that_would_have_closed_the_server_is_named(

@@ -168,7 +168,7 @@ def test_t39_bad_options_say_what_is_wrong() -> None:
         {"keep_alive_s": -1.0},
         {"max_queued_requests": 1.5},
         {"root_path": "llm"},
-        {"served_model_name": " , "},
+        {"served_model_name": (" , ",)},
     ):
         (name,) = options
         with pytest.raises(ConfigError, match=name):

@@ -88,7 +88,7 @@ def test_23_models_are_listed(client: openai.OpenAI) -> None:
 
 
 def test_24_26_ids_with_slashes_and_aliases() -> None:
-    config = ApiConfig(served_model_name="org/model, alias")
+    config = ApiConfig(served_model_name=("org/model, alias",))
     with (
         serve(FakeClient(), config) as server,
         openai.OpenAI(base_url=server.v1, api_key="x") as client,
