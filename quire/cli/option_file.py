@@ -52,8 +52,7 @@ def _read_yaml(path: str, text: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return {}
-        if isinstance(root, yaml.MappingNode):
-            _refuse_repeated(path, [key for key, _ in root.value])
+        _refuse_repeated(path, root)
         return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"config={path!r}: {error.problem}{_place(error.problem_mark)}") from None
@@ -63,15 +62,24 @@ def _read_yaml(path: str, text: str) -> Any:
         raise ConfigError(f"config={path!r}: {error}") from None
 
 
-def _refuse_repeated(path: str, keys: list[Any]) -> None:
-    """Refuse an option that comes twice, of which YAML's loader takes the last."""
-    said: set[str] = set()
-    for key in keys:
-        if isinstance(key.value, str):
-            if key.value in said:
-                place = _place(key.start_mark)
-                raise ConfigError(f"config={path!r}: {key.value!r} comes twice{place}")
-            said.add(key.value)
+def _refuse_repeated(path: str, root: Any) -> None:
+    """Refuse a key that comes twice in one mapping, however deep, of which YAML's loader takes the
+    last."""
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node.value, list) or id(node) in seen:  # a text, or one behind an anchor
+            continue
+        seen.add(id(node))
+        said: set[str] = set()
+        for each in node.value:
+            key, *value = each if isinstance(each, tuple) else (each,)
+            nodes += value or [key]
+            if value and isinstance(key.value, str):
+                if key.value in said:
+                    place = _place(key.start_mark)
+                    raise ConfigError(f"config={path!r}: {key.value!r} comes twice{place}")
+                said.add(key.value)
 
 
 def _place(mark: Any) -> str:
@@ -84,10 +92,7 @@ def words_for(key: str, value: Any, actions: Mapping[str, argparse.Action]) -> I
     that is none of JSON."""
     name = f"--{key.replace('_', '-')}"
     action, negated = actions.get(name), f"--no-{name[2:]}"
-    if isinstance(value, list) and action is not None and action.nargs in ("+", "*"):
-        yield name
-        yield from map(_text, value)
-    elif isinstance(value, list):
+    if isinstance(value, list) and isinstance(action, argparse._AppendAction):
         for each in value:
             yield f"{name}={_text(each)}"
     elif value is False and negated in actions:

@@ -30,6 +30,21 @@ class UsageError(ConfigError):
     """The command line itself is wrong."""
 
 
+class Once(argparse.Action):
+    """An option of one value that is refused where it comes again; absent unless given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string} is given twice; give it once")
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` for one command. Abbreviated options are not accepted:
     scripts outlive new options."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.cli.options import add_engine_options, add_field_options, engine_config
-from quire.cli.parser import CONFIG
+from quire.cli.parser import CONFIG, Once
 from quire.common.extras import needs_extra
 from quire.config.api import ApiConfig
 from quire.config.foreign import FOREIGN_SERVER_OPTIONS, translate
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument(
         f"--{CONFIG}",
+        action=Once,
         metavar="FILE",
         default=argparse.SUPPRESS,
         help="options from a YAML or TOML file; those of the command line count instead of its own",

@@ -57,6 +57,22 @@ def test_a_file_says_what_a_command_line_would(path: Path) -> None:
     assert found == vars(wanted) | {"config": str(path)}
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lora-modules: [a=b, c=d]", ["--lora-modules", "a=b", "c=d"]),
+        ("allow-origin: [https://a.de, https://b.de]",
+         ["--allow-origin=https://a.de", "--allow-origin=https://b.de"]),
+        ("allowed-origins: [https://a.de, https://b.de]",
+         ["--allowed-origins", '["https://a.de", "https://b.de"]']),
+        ("api-key: [-sk-abcdef, --sk-abcdef]", ["--api-key=-sk-abcdef", "--api-key=--sk-abcdef"]),
+    ],
+)  # fmt: skip
+def test_all_of_a_list_counts(path: Path, text: str, words: list[str]) -> None:
+    path.write_text(f"model: m\n{text}")
+    assert vars(parsed("--config", str(path))) == vars(parsed("m", *words)) | {"config": str(path)}
+
+
 def test_toml_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "options.toml"
     path.write_text(TOML)
@@ -98,6 +114,9 @@ def test_the_shipped_model_is_served_where_neither_names_one(path: Path) -> None
         ("max-model-len: 1\nmax_model_len: 2", "'max_model_len' comes twice"),
         ("enable-prefix-caching: true\nno-enable-prefix-caching: true", "comes twice"),
         ("model: a\nport: 1\nMODEL: b", "'MODEL' is no option"),
+        ("speculative-config: {method: a, method: b}", "'method' comes twice (line 1, column 33)"),
+        ("lora-modules:\n- {name: a, path: b}\n- x: [{y: 1, y: 2}]", "'y' comes twice (line 3"),
+        ("port: [1, 2]", "argument --port: invalid int value: '[1, 2]'"),
         ("speculative-config: {a: 2026-01-01}", "'speculative-config': Object of type date"),
         ("api-key: &a [[*a]]", "'api-key': Circular reference"),
         ("port: " + "[" * 20000, "recursion"),
@@ -118,6 +137,12 @@ def test_what_is_wrong_is_named(path: Path, text: str, complaint: str) -> None:
         parsed("--config", str(path))
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_two_files_are_refused(path: Path) -> None:
+    path.write_text("port: 1")
+    with pytest.raises(UsageError, match="--config is given twice"):
+        parsed("--config", str(path), f"--config={path}")
 
 
 def test_a_model_that_an_option_takes_for_its_own_is_missed(path: Path) -> None:
