@@ -36,7 +36,7 @@ from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.fingerprint import fingerprint
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.digest import Digest
-from quire.engine.front.failures import like, not_awake
+from quire.engine.front.failures import divided, like, not_awake
 from quire.engine.front.images import image_reader
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
@@ -448,25 +448,28 @@ class Client:
         for replica in replicas:
             try:
                 await self._update_one(folder, version, waits, replica)
-            except QuireError:
-                for changed in replicas[:replica]:
-                    await self._go_back(changed)
-                raise
+            except QuireError as error:
+                if len(replicas) == 1:
+                    raise
+                await self._go_back(replicas[:replica])
+                said = f"replica {replica} does not take the weights: {error}"
+                raise like(error, f"{said}; the others are as they were") from error
         self._weights = (folder, version)
 
     async def _update_one(self, folder: str, version: str, waits: bool, replica: int) -> None:
         command = UpdateWeights(self._next_number(), folder, version, waits)
         await self._command_one(command, replica)
 
-    async def _go_back(self, replica: int) -> None:
-        """Have a replica compute with the weights that those have which an update did not reach."""
-        try:
-            await self._update_one(*self._weights, False, replica)
-        except QuireError as error:
-            raise EngineError(
-                f"replica {replica} computes with other weights than the others, and the former "
-                f"ones cannot be loaded: {error}; update the weights again, or restart the server"
-            ) from error
+    async def _go_back(self, replicas: Iterable[int]) -> None:
+        """Have replicas compute with the weights that those have which an update did not reach."""
+        failed = dict[int, QuireError]()
+        for replica in replicas:
+            try:
+                await self._update_one(*self._weights, False, replica)
+            except QuireError as error:
+                failed[replica] = error
+        if failed:
+            raise EngineError(divided(failed)) from next(iter(failed.values()))
 
     async def _command_one(self, command: Command, replica: int) -> None:
         answer = await self._ask(command, replica, _COMMAND_TIMEOUT_S)

@@ -17,3 +17,12 @@ def like(error: QuireError, message: str) -> QuireError:
 def not_awake(failed: Mapping[int, QuireError]) -> str:
     """Name the engines that could not be woken."""
     return "; ".join(f"replica {each} does not wake up: {error}" for each, error in failed.items())
+
+
+def divided(failed: Mapping[int, QuireError]) -> str:
+    """Name the engines that could not go back to the weights that the others have."""
+    named = "; ".join(f"replica {each}: {error}" for each, error in failed.items())
+    return (
+        "replicas compute with different weights, and the former ones cannot be loaded "
+        f"({named}); update the weights again, or restart the server"
+    )

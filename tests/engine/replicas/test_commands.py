@@ -200,11 +200,40 @@ def test_a_server_updates_its_replicas_one_after_another(tiny_config: Path) -> N
             await asyncio.sleep(0)
             with pytest.raises(EngineError, match="under way"):
                 await client.update_weights("7")
-            with pytest.raises(QuireError):
+            with pytest.raises(QuireError, match=r"^replica 1 does not take the weights: .* lost"):
                 await update
             assert client.weight_version == "1"
             await until_ready(lambda: all(each.is_ready for each in client.status().replicas))
             assert await answers("again") == fifth
+
+    _run(scenario)
+
+
+def test_one_that_cannot_go_back_keeps_no_other_from_it(tiny_config: Path) -> None:
+    """Replica 0 does not find the former weights again once replica 2 has refused the new ones."""
+
+    async def scenario() -> None:
+        async with _client(tiny_config, 3) as client:
+            await client.update_weights("5")
+            asked: list[tuple[str, int]] = []
+            update_one = client._update_one
+
+            async def some(folder: str, version: str, waits: bool, replica: int) -> None:
+                asked.append((folder, replica))
+                if (folder, replica) in (("6", 2), ("5", 0)):
+                    raise EngineError(f"{folder} is gone")
+                await update_one(folder, version, waits, replica)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(client, "_update_one", some)
+                with pytest.raises(
+                    EngineError, match=r"different weights.*\(replica 0: 5 is gone\)"
+                ):
+                    await client.update_weights("6")
+            assert asked == [("6", 0), ("6", 1), ("6", 2), ("5", 0), ("5", 1)]
+            await client.update_weights("7")
+            seventh = await asyncio.gather(*(_answer(client, 1, str(each)) for each in range(6)))
+            assert all(each == seventh[0] for each in seventh)
 
     _run(scenario)
 
