@@ -264,6 +264,7 @@ def test_nothing_can_be_asked_of_an_engine_that_was_closed(make_engine: MakeEngi
         lambda: engine.load_weights("quire-storyteller"),
         lambda: engine.replace_weights(None, "1"),
         lambda: engine.call_worker(lambda worker: worker),
+        engine.reset_prefix_cache,
     ]
     for command in commands:
         with pytest.raises(EngineError, match="the engine is closed"):

@@ -138,8 +138,9 @@ class Engine(ServedModel, StepLoop):
         found again.
 
         With `preempts`, running requests give up their blocks, too, and are computed again: the
-        same answers.
+        same answers. Raises EngineError where the engine is closed.
         """
+        self.require_open()
         with self._changing():
             if preempts and self.scheduler.has_work:
                 self.loop.forget()

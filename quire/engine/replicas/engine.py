@@ -156,6 +156,7 @@ class ReplicatedEngine(Engine):
     def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
         """See `Engine.reset_prefix_cache`; NotAvailableError where `preempts` would concern a
         request that runs."""
+        self._require_open()
         if preempts and self._open:
             raise NotAvailableError(
                 "reset_prefix_cache(reset_running_requests=True) is not available with "
