@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.common.pages import reserve
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.models.tensors import LinearSpec, TensorSpec
 from quire.weights.source import WeightSource
 from quire.weights.tensor_file import TensorFile
@@ -64,6 +64,24 @@ class CacheName(NamedTuple):
         return folder / f"{self.label}-{self.digest}{suffix}"
 
 
+def check_folder(folder: Path) -> None:
+    """Make the folder where there is none yet, and say so where it can only be read: nothing may be
+    written to it before the model has been loaded. Raises ConfigError where it cannot be used."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.scandir(folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"weights_cache={str(folder)!r} cannot be used: {error.strerror}; give another folder, "
+            "or leave it out"
+        ) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        logger.warning(
+            "weights_cache=%r cannot be written: what it holds is used, and nothing is added",
+            str(folder),
+        )
+
+
 class PackedCache:
     """The file of one model in a folder, and what was found in it."""
 
@@ -99,9 +117,9 @@ class PackedCache:
 
     def _open(self) -> _PackedFile | None:
         path = self._name.path(self._folder)
-        if not path.exists():
-            return None
         try:
+            if not path.exists():
+                return None
             check_owner(path)
             return _PackedFile(path, self._name.digest, self._wanted)
         except (CheckpointError, OSError) as error:

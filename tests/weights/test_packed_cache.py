@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.config.engine import EngineConfig
+from quire.engine.assembly.preparation import prepare_model
+from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.weights import packed_cache
 
@@ -147,6 +150,26 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     with caplog.at_level(logging.WARNING, "quire"):
         assert _answer(model, tmp_path / "cache") == _answer(model, None)
     assert "No space left on device" in caplog.text and not _files(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_folder_that_cannot_be_is_refused_before_the_model_is_loaded(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    config = EngineConfig(model=str(model), load_format="dummy", weights_cache=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"weights_cache='.*' cannot be used: .*another folder"):
+        prepare_model(config, is_for_here=False)
+
+
+def test_a_folder_that_can_only_be_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed_cache.check_folder(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700 and not caplog.text
+    monkeypatch.setattr("os.access", lambda *_: False)  # the superuser may write anywhere
+    packed_cache.check_folder(tmp_path)
+    assert f"weights_cache={str(tmp_path)!r} cannot be written" in caplog.text
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

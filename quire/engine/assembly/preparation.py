@@ -29,6 +29,7 @@ from quire.quant.storage import GPU_MXFP4_SCALE_BYTES, FormSupport
 from quire.text.gguf import convert_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import read_generation_config, resolve_model
+from quire.weights.packed_cache import check_folder
 
 if TYPE_CHECKING:
     from quire.grammar.backend import Vocabulary
@@ -91,6 +92,8 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
     in this one.
     """
     planned = plan_engine(config)
+    if config.weights_cache is not None:
+        check_folder(Path(config.weights_cache).expanduser())
     if not is_for_here:
         digest_key(planned.plan)  # a folder that cannot be used is refused before the model loads
     if not config.skip_tokenizer_init:
