@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config.limits import SchedulerLimits
 from quire.config.route import ROUTING_POLICIES
@@ -24,6 +26,15 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.sim.traces import Trace
+
+
+_FLEET_DEFAULTS = {"policy": "kv-aware", "speed": 1.0, "step_costs": None}
+_SIMPLE_COSTS = {"step_ms": 10.0, "token_us": 20.0}
+_TRACE_DEFAULTS: dict[str, Any] = {
+    "limit": None, "block_size": 16, "num_blocks": "unbounded", "max_num_seqs": 256,
+    "max_num_batched_tokens": 2048, "fleet": None, **_SIMPLE_COSTS, **_FLEET_DEFAULTS,
+}  # fmt: skip
+_SEED_DEFAULTS = {"seed": None, "seeds": None, "liveness": False, "overlap": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,36 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="replay a .csv or .jsonl trace, gzipped or not"
     )
     parser.add_argument("--limit", type=int, metavar="K", help="only the trace's first K requests")
-    parser.add_argument(
-        "--block-size", type=int, default=16, help="tokens per KV block (trace only)"
-    )
+    parser.add_argument("--block-size", type=int, help="tokens per KV block (trace only)")
     parser.add_argument(
         "--num-blocks",
-        default="unbounded",
         help='KV blocks, or "unbounded": enough that nothing is evicted (trace only)',
     )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=256, help="sequences that run at once (trace only)"
-    )
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, help="tokens per step (trace only)"
-    )
-    parser.add_argument(
-        "--step-ms", type=float, default=10.0, help="virtual milliseconds per step (trace only)"
-    )
+    parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once (trace only)")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens per step (trace only)")
+    parser.add_argument("--step-ms", type=float, help="virtual milliseconds per step (trace only)")
     parser.add_argument(
         "--token-us",
         type=float,
-        default=20.0,
         help="virtual microseconds per computed token (trace only)",
     )
     fleet = parser.add_argument_group("fleet options", "with --trace and --fleet")
     fleet.add_argument("--fleet", type=int, metavar="N", help="replay over N replicas and a router")
+    fleet.add_argument("--policy", choices=ROUTING_POLICIES, help="as of quire route")
     fleet.add_argument(
-        "--policy", choices=ROUTING_POLICIES, default="kv-aware", help="as of quire route"
-    )
-    fleet.add_argument(
-        "--speed", type=float, default=1.0, help="requests come so many times as fast as recorded"
+        "--speed", type=float, help="requests come so many times as fast as recorded"
     )
     fleet.add_argument(
         "--step-costs",
@@ -84,13 +83,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what steps cost as an engine has measured it: its step-costs file, in place of "
         "--step-ms and --token-us",
     )
+    parser.set_defaults(**_TRACE_DEFAULTS, **_SEED_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status is 0 if everything was as it must be."""
+    _check(args)
     if args.fleet is not None:
         return _simulate_fleet(args)
     return _replay(args) if args.trace is not None else _simulate(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for numbers that are none, and for options that would change nothing."""
+    for name in ("fleet", "limit", "block_size", "speed", "step_ms", "token_us"):
+        value = getattr(args, name)
+        may_be_none = args.fleet is None and name in ("step_ms", "token_us")
+        if value is not None and not (0 < value < math.inf or (may_be_none and value == 0)):
+            raise ConfigError(f"{_flag(name)}={value} must be a number above 0")
+    if args.trace is None:
+        _refuse_given(args, _TRACE_DEFAULTS, "replays a trace; say which: --trace FILE")
+        return
+    _refuse_given(args, _SEED_DEFAULTS, "is for scenarios without --trace; leave one of them out")
+    if args.fleet is None:
+        _refuse_given(args, _FLEET_DEFAULTS, "is for several replicas; say how many: --fleet N")
+    if args.step_costs is not None:
+        _refuse_given(args, _SIMPLE_COSTS, "and --step-costs both say what a step takes; give one")
+
+
+def _refuse_given(args: argparse.Namespace, defaults: Mapping[str, Any], why: str) -> None:
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
+            raise ConfigError(f"{_flag(name)} {why}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -156,12 +184,6 @@ def _simulate_fleet(args: argparse.Namespace) -> int:
     from quire.sim.fleet import FleetSettings, simple_costs, simulate_fleet
     from quire.sim.traces import read_trace
 
-    if args.trace is None:
-        raise ConfigError("--fleet replays a trace; say which: --trace FILE")
-    for name in ("fleet", "speed", "step_ms", "token_us"):
-        if not getattr(args, name) > 0:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}={getattr(args, name)} must be above 0")
     trace = read_trace(args.trace, limit=args.limit)
     costs = (
         simple_costs(args.step_ms / 1e3, args.token_us / 1e6)

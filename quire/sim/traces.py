@@ -10,6 +10,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
+import operator
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ from quire.errors import ConfigError
 _FIRST_HASH_TOKEN = 1 << 12
 _FIRST_UNIQUE_TOKEN = 1 << 30
 _MAX_HASH_BLOCK = 1 << 12
+_MAX_TOKENS = 1 << 24
+"""Of a prompt or an answer: each is made up token by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,12 @@ class Trace:
 _FOLLOWING = list(range(1, _MAX_HASH_BLOCK))
 
 
+_NO_TRACE = (
+    KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error,
+    EOFError, zlib.error, gzip.BadGzipFile,
+)  # fmt: skip
+
+
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
     """Read a .csv or .jsonl file, gzipped or not, with the columns arrival_s, prompt_tokens,
     output_tokens and, where prefixes are known, block_hashes and end_block_hashes. Requests without
@@ -118,14 +129,18 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
 
     Raises `ConfigError` for anything else.
     """
-    if not path.is_file():
-        raise ConfigError(f"no trace file at {path}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit={limit} must be at least 1; leave it out for the whole trace")
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        try:
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
             requests = tuple(_read_requests(path, lines, limit))
-        except (KeyError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is not a trace: {type(error).__name__} {error}") from error
+    except FileNotFoundError:
+        raise ConfigError(f"no trace file at {path}") from None
+    except _NO_TRACE as error:
+        raise ConfigError(f"{path} is not a trace: {type(error).__name__} {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if not requests:
         raise ConfigError(f"{path} holds no requests")
     return Trace(requests, _hash_block_size(path, requests))
@@ -141,19 +156,27 @@ def _read_requests(path: Path, lines: Iterable[str], limit: int | None) -> Itera
         if limit is not None and num_read >= limit:
             return
         num_prompt, num_output = int(record["prompt_tokens"]), int(record["output_tokens"])
+        arrival_s = float(record["arrival_s"] or 0.0)
+        if max(num_prompt, num_output) > _MAX_TOKENS or not math.isfinite(arrival_s):
+            raise ValueError(
+                f"of request {num_read}: {num_prompt} prompt tokens, {num_output} output tokens, "
+                f"{arrival_s} s"
+            )
         if num_prompt > 0 and num_output > 0:
             num_read += 1
-            hashes, end_hashes = (
-                record.get("block_hashes") or (),
-                record.get("end_block_hashes") or (),
-            )
             yield TraceRequest(
-                float(record["arrival_s"] or 0.0),
+                arrival_s,
                 num_prompt,
                 num_output,
-                tuple(hashes),
-                tuple(end_hashes),
+                _hashes(record.get("block_hashes")),
+                _hashes(record.get("end_block_hashes")),
             )
+
+
+def _hashes(given: Any) -> tuple[int, ...]:
+    """Hashes of blocks: a list of them, or in a table numbers with spaces between."""
+    listed = given.split() if isinstance(given, str) else given or ()
+    return tuple(map(int if isinstance(given, str) else operator.index, listed))
 
 
 def _hash_block_size(path: Path, requests: tuple[TraceRequest, ...]) -> int:

@@ -74,9 +74,21 @@ def test_a_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--fleet", "2"), "--trace FILE"),
         (("--fleet", "0", "--trace", "x"), "--fleet=0"),
         (("--fleet", "2", "--trace", "x", "--speed", "0"), "--speed=0"),
+        (("--fleet", "2", "--trace", "x", "--token-us", "0"), "--token-us=0"),
+        (("--trace", "x", "--step-ms", "nan"), "--step-ms=nan"),
+        (("--trace", "x", "--step-ms", "-1"), "--step-ms=-1"),
+        (("--trace", "x", "--block-size", "0"), "--block-size=0"),
+        (("--trace", "x", "--limit", "0"), "--limit=0"),
+        (("--trace", "x", "--overlap"), "--overlap is for scenarios"),
+        (("--trace", "x", "--policy", "session"), "--policy is for several"),
+        (("--num-blocks", "20"), "--num-blocks replays a trace"),
+        (("--fleet", "2", "--trace", "x", "--step-costs", "y", "--step-ms", "3"),
+         "--step-ms and --step-costs"),
     ],
-)
-def test_a_fleet_that_cannot_be(words: tuple[str, ...], said: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_or_would_change_nothing_is_refused(
+    words: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         _run(*words)
 

@@ -48,6 +48,21 @@ def test_csv_and_jsonl_are_read(tmp_path: Path) -> None:
         ("a.csv", "x,y\n1,2\n", "KeyError"),
         ("a.jsonl", "{]\n", "not a trace"),
         ("a.jsonl", "", "no requests"),
+        ("a.jsonl", "[1]", "is not a trace"),
+        ("a.jsonl", '{"arrival_s":0,"prompt_tokens":1e400,"output_tokens":1}', "is not a trace"),
+        ("a.jsonl", '{"arrival_s":NaN,"prompt_tokens":9,"output_tokens":1}', "nan s"),
+        (
+            "a.jsonl",
+            '{"arrival_s":0,"prompt_tokens":99999999,"output_tokens":1}',
+            "99999999 prompt",
+        ),
+        (
+            "a.jsonl",
+            '{"arrival_s":0,"prompt_tokens":9,"output_tokens":1,"block_hashes":["x"]}',
+            "is not a trace",
+        ),
+        ("a.csv", 'arrival_s,prompt_tokens,output_tokens\n0,9,"' + "1" * 200000, "field larger"),
+        ("a.csv.gz", "no gzip", "is not a trace: BadGzipFile"),
         (
             "a.jsonl",
             '{"arrival_s":0,"prompt_tokens":9,"output_tokens":1,"block_hashes":[1,2,3,4,5,6,7,8,9,10,11,12]}',
@@ -61,6 +76,24 @@ def test_what_is_not_a_trace_is_refused(tmp_path: Path, name: str, text: str, me
         read_trace(tmp_path / name)
     with pytest.raises(ConfigError, match="no trace file"):
         read_trace(tmp_path / "missing.csv")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl.gz"
+    line = b'{"arrival_s":0,"prompt_tokens":9,"output_tokens":1}\n'
+    cut.write_bytes(gzip.compress(line * 9)[:-9])
+    with pytest.raises(ConfigError, match="is not a trace: EOFError"):
+        read_trace(cut)
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_trace(tmp_path)
+
+
+def test_a_table_may_have_hashes(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("arrival_s,prompt_tokens,output_tokens,block_hashes\n0,9,1,10 11 12\n1,4,1,\n")
+    trace = read_trace(table)
+    assert [each.hashes for each in trace.requests] == [(10, 11, 12), ()]
+    assert trace.hash_block_size == 4
 
 
 def test_equal_hashes_are_equal_tokens_and_different_ones_differ_at_once() -> None:
