@@ -86,7 +86,7 @@ class ChatEncoder:
     """Messages to prompts through a chat template: the model's own, or a file's."""
 
     def __init__(self, tokenizer: Tokenizer | None, template_file: str | None) -> None:
-        from quire.text.chat import ChatTemplate
+        from quire.text.chat import SHOWS_NOTHING, ChatTemplate
 
         if tokenizer is None:
             raise ConfigError("a chat template needs a tokenizer, and there is none")
@@ -95,6 +95,8 @@ class ChatEncoder:
             self._template = ChatTemplate.from_tokenizer(tokenizer)
         else:
             self._template = ChatTemplate(_read_text(template_file), tokenizer.config.named_tokens)
+            if not self._template.reads_messages:
+                raise ConfigError(f"{template_file} {SHOWS_NOTHING}")
 
     def __call__(self, messages: Sequence[Message]) -> Prompt:
         """Return a prompt that ends where the model's answer begins."""

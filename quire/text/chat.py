@@ -80,6 +80,10 @@ _RESERVED: Final = frozenset(
         "strftime_now",
     }
 )
+SHOWS_NOTHING: Final = (
+    "reads no `messages`, so that no prompt would have any; give a chat template in Jinja"
+)
+"""Of a file that an option names as a chat template."""
 _MAX_DEPTH: Final = 64
 _MAX_REASON_CHARS: Final = 500  # it may quote what the template looked up
 _MAX_SOURCE_CHARS: Final = 1 << 20  # the longest published template has below 64 Ki characters
@@ -129,6 +133,14 @@ class ChatTemplate:
             return self.render(messages, tools=tools or None)
         except RequestError:
             return None
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether messages can have an effect; else it is no chat template."""
+        from jinja2 import meta
+
+        parsed = self._template.environment.parse(self.source)
+        return "messages" in meta.find_undeclared_variables(parsed)
 
     @property
     def reads_documents(self) -> bool:

@@ -150,6 +150,9 @@ def test_requests_are_refused_before_the_weights_are_loaded(
     )
     assert "does not fit" in refusal(capsys, [*argv, "x", "--kv-cache-memory", "900GiB"])
     assert "no chat template" in refusal(capsys, [*argv, "x", "--chat"])
+    prose = str(folder / "config.json")  # it is valid as a template, and shows no message
+    said = refusal(capsys, [*argv, "x", "--chat", "--chat-template", prose])
+    assert f"{prose} reads no `messages`" in said
     assert "no prompt" in refusal(capsys, argv[:2])
     # without anything else wrong, the weights are missed
     assert "safetensors" in refusal(capsys, [*argv, "x"])

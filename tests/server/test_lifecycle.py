@@ -158,6 +158,7 @@ def test_t19_an_engine_that_freezes_is_replaced_and_costs_no_answer() -> None:
         (["--api-keys-file", "/nowhere/keys.toml"], "api_keys_file='/nowhere/keys.toml'"),
         (["--data-folder", "/proc/nowhere"], "data_folder"),
         (["--chat-template", "/nowhere"], "chat_template"),
+        (["--chat-template", "/dev/null"], "chat_template='/dev/null' reads no `messages`"),
         (["--kv-cache-memory", "1KiB"], "kv_cache_memory"),
         (["--kv-cache-memory", "lots"], "lots"),
     ],

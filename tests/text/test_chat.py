@@ -428,3 +428,16 @@ def test_many_messages_take_linear_time(load: Load) -> None:
 
     seconds(10)
     assert seconds(4000) < 20 * min(seconds(500) for _ in range(3)) + 0.02
+
+
+def test_what_reads_no_messages_is_no_chat_template(shared: Path) -> None:
+    """A template may also set `messages` anew, or read it within a macro only."""
+    known = [path.read_text() for path in (shared / "data/tokenizers").rglob("*.jinja")]
+    some = [
+        "{% set messages = messages[1:] %}{{ messages }}",
+        "{% if x is defined %}{% set messages = [] %}{% endif %}{{ messages }}",
+        "{% macro all() %}{{ messages }}{% endmacro %}{{ all() }}",
+    ]
+    assert len(known) > 50 and all(ChatTemplate(each).reads_messages for each in known + some)
+    for each in ("", "Hello!", "{{ message }}", '{"messages": []}', "{# messages #}{{ tools }}"):
+        assert not ChatTemplate(each).reads_messages

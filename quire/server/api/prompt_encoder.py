@@ -33,7 +33,7 @@ from quire.server.api.structure import Asked, asks_for_json, settle
 from quire.server.api.tools import Demand, Function, ToolUse, settle_tools
 from quire.server.http.errors import ApiError, bad_request, unavailable_feature
 from quire.server.http.off_loop import SMALL, off_loop
-from quire.text.chat import ChatTemplate, encode_chat, without_developer
+from quire.text.chat import SHOWS_NOTHING, ChatTemplate, encode_chat, without_developer
 from quire.text.reasoning import REASONING_FORMATS, is_thinking, reasoning_of_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import FORMATS, ToolFormat, format_of_template
@@ -508,11 +508,14 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template={path!r} cannot be read: {type(error).__name__}"
         ) from None
+    if not ChatTemplate(source).reads_messages:
+        raise ConfigError(f"chat_template={path!r} {SHOWS_NOTHING}")
+    return source
 
 
 def _too_long(message: str, param: str | None) -> ApiError:
