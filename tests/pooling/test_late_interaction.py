@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -249,6 +250,9 @@ def test_the_server_fills_queries_up_as_the_library_does(
         )
         data = post("/pooling", {"input": QUERY, "prompt_name": "query"})["data"][0]["data"]
         assert np.array(data, np.float32).tobytes() == query.outputs.data.tobytes()
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            post("/rerank", {"query": QUERY, "documents": [*texts, *texts, "x" * 99999]})
+        assert caught.value.response.json()["error"]["param"] == f"documents[{2 * len(texts)}]"
 
 
 def test_what_a_pylate_folder_does_not_say_is_as_pylate_has_it(

@@ -276,12 +276,22 @@ def test_classes_have_their_names(classifier: RunningServer, folders: dict[str, 
         ("/v1/embeddings", {"input": []}, "input", "the list is empty"),
         ("/v1/embeddings", {"input": [1, "a"]}, "input[0]", "a text or a list of token ids"),
         ("/v1/embeddings", {"input": [999]}, "input", "token id 999 is not in"),
-        ("/v1/embeddings", {"input": "lovely " * 999}, "prompt", "the model takes 256"),
+        ("/v1/embeddings", {"input": "lovely " * 999}, "input", "the model takes 256"),
+        ("/v1/embeddings", {"input": ["a", "lovely " * 999, ""]}, "input[2]", "input[2]: it is em"),
+        ("/v1/embeddings", {"input": ["a", "lovely " * 999]}, "input[1]", "input[1]: the text"),
+        ("/v1/embeddings", {"input": ["a", "x" * 99999]}, "input[1]", "input[1] has 99999 char"),
+        ("/v1/embeddings", {"input": [[5], [6], [999]]}, "input[2]", "token id 999 is not in"),
+        ("/v1/embeddings", {"input": [[5], [6] * 300]}, "input[1]", "input[1]: the text has 300"),
         ("/classify", {"input": "a"}, "model", "this model makes vectors"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "the list is empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_2", "text_1 has 2 texts"),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "Judge"}, "instruction", "none"),
         ("/score", {"text_1": "a"}, "text_2", "give text_2 or data_2 or documents"),
+        ("/score", {"queries": ["a", "lovely " * 999], "data_2": ["c", "d"]}, "queries[1]", "takes"),
+        ("/score", {"text_1": ["a"], "text_2": ["b", "c", "x" * 99999]}, "text_2[2]", "characters"),
+        ("/rerank", {"query": "lovely " * 999, "documents": ["b"]}, "query", "query: the text"),
+        ("/rerank", {"query": "a", "documents": ["b", {"text": "lovely " * 999}]}, "documents[1]",
+         "documents[1]: the text has"),
         ("/pooling", {"input": "a", "task": "embed", "truncate_prompt_tokens": 900},
          "truncate_prompt_tokens", "beyond the 256"),
         ("/v1/completions", {"prompt": "a"}, "model", "makes no text; use embed() or score(), over"),
@@ -295,6 +305,13 @@ def test_what_cannot_be_served_is_refused_with_what_to_do(
 ) -> None:
     error = post(embedder, path, 400, **body)["error"]
     assert error["param"] == param and complaint in error["message"]
+
+
+def test_a_pair_that_is_too_long_is_named_by_its_document(reranker: RunningServer) -> None:
+    for long in ("lovely " * 999, "x" * 99999):
+        body: dict[str, Any] = {"query": "a", "documents": ["b", "c", long]}
+        error = post(reranker, "/rerank", 400, **body)["error"]
+        assert error["param"] == "documents[2]" and error["message"].startswith("documents[2]")
 
 
 def test_a_model_that_generates_says_that_it_makes_no_vectors(server: RunningServer) -> None:

@@ -31,11 +31,13 @@ from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.streams import Stream
 from quire.engine.process.supervisor import CONVICTED
+from quire.errors import RequestError
 from quire.server.http.call import Call
 from quire.server.http.errors import (
     ApiError,
     bad_request,
     from_exception,
+    of_prompt,
     overloaded,
     useless_to_retry,
 )
@@ -80,6 +82,8 @@ class GenerationJob:
     """Whose places the prompt has."""
     keep: tuple[Keep, ...] = ()
     """What of the prompt is to stay in the prefix cache for how long, if it can."""
+    where: str = "prompt"
+    """Where in the body the prompt stands."""
 
     @property
     def num_image_tokens(self) -> int:
@@ -202,7 +206,10 @@ class Generator:
                 if num_tokens > _TOKENS_AT_ONCE:
                     num_tokens = await asyncio.sleep(0, 0)
                 num_tokens += _TOKENS_OF_PROMPT + len(job.prompt_token_ids)
-                await run.submit(number, job, digest)
+                try:
+                    await run.submit(number, job, digest)
+                except RequestError as error:
+                    raise of_prompt(error, job.where) from None
         except BaseException:
             await run.close()
             raise

@@ -411,14 +411,13 @@ class PromptEncoder:
             )
         return wanted
 
-    def check_chars(self, num_chars: int) -> None:
-        """Refuse a text that cannot fit, before it is read."""
+    def check_chars(self, num_chars: int, where: str | None = None) -> None:
+        """Refuse a text that cannot fit, before it is read; `where` it stands is said."""
         if num_chars > self.max_model_len * _MAX_CHARS_PER_TOKEN:
             raise _too_long(
-                f"the prompt has {num_chars} characters, and the context of this model, "
-                f"{self.max_model_len} tokens, cannot "
-                "hold as many",
-                None,
+                f"{'the prompt' if where is None else where} has {num_chars} characters, and the "
+                f"context of this model, {self.max_model_len} tokens, cannot hold as many",
+                where,
             )
 
     async def work(self, num_chars: int, work: Callable[[], _T]) -> _T:

@@ -136,6 +136,16 @@ def internal_error() -> ApiError:
     )
 
 
+def of_prompt(error: RequestError, where: str) -> ApiError:
+    """Return the answer to a prompt that cannot be served, which says where it stands in the body:
+    one of several would have to be searched for."""
+    answer = from_exception(error)
+    is_prompt = answer.param in ("prompt", "prompt_token_ids", "input")
+    if not is_prompt or where == "prompt":
+        return answer
+    return ApiError(answer.status, f"{where}: {error}", param=where, code=answer.code)
+
+
 def from_exception(error: BaseException) -> ApiError:
     """Return the answer to any exception. Only `QuireError`s are quoted,
     since only they are written for users."""

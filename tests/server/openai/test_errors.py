@@ -125,8 +125,10 @@ def test_08_max_tokens_is_clamped_when_left_out_and_refused_when_explicit(
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""]])
 def test_09_empty_prompts_and_messages_are_refused(client: openai.OpenAI, prompt: Any) -> None:
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=prompt)
+    place = {"[[]]": "prompt[0]", "['a', '']": "prompt[1]"}.get(str(prompt), "prompt")
+    assert caught.value.param == place and f"{place}: " in str(caught.value)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=MODEL, messages=[])
 

@@ -295,7 +295,7 @@ def split_prompts(prompt: PromptField, most: int, param: str = "prompt") -> list
             raise bad_request(
                 f"{where}: a prompt is a text or a list of token ids, and not empty", param=where
             )
-        prompts.append(_nonempty(each, param) if isinstance(each, str) else each)
+        prompts.append(_nonempty(each, f"{param}[{number}]") if isinstance(each, str) else each)
     return prompts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from secrets import token_hex
@@ -22,12 +22,12 @@ from quire.core.pooling import MAX_DIMENSIONS, PoolingParams, PoolingTask
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.pooling.requests import PoolingRequests
-from quire.errors import NotAvailableError
+from quire.errors import NotAvailableError, RequestError
 from quire.server.api.generation import GenerationJob, Usage
 from quire.server.api.openai.completions import Prompt, PromptField, split_prompts
 from quire.server.api.prompt_encoder import groups
 from quire.server.http.call import Call
-from quire.server.http.errors import bad_request
+from quire.server.http.errors import bad_request, of_prompt
 from quire.server.state import Api
 
 _T = TypeVar("_T")
@@ -121,7 +121,11 @@ class PoolingRuns:
             digest = requests.digest(params, task)
             skipping = requests.digest(params, task, num_skipped) if num_skipped else digest
         keep = params.truncate_prompt_tokens
-        written = [each for each in inputs if isinstance(each, str)]
+        is_one = inputs[0] is body.input
+        places = ["input"] if is_one else [f"input[{each}]" for each in range(len(inputs))]
+        written = {
+            where: each for where, each in zip(places, inputs, strict=True) if isinstance(each, str)
+        }
         with refusals():
             encoded = await self.encode(
                 written, lambda text: requests.encode(text, body.prompt_name, keep, task)[0], len
@@ -132,23 +136,26 @@ class PoolingRuns:
             for each in inputs
         ]
         listed = [(ids, requests.of_role(each, ids, body.prompt_name)) for ids, each in listed]
-        return await self.run(call, body, listed, receive)
+        return await self.run(call, body, dict(zip(places, listed, strict=True)), receive)
 
     async def run(
         self,
         call: Call,
         body: PoolingFields,
-        prompts: Sequence[tuple[list[int], Digest]],
+        prompts: Mapping[str, tuple[list[int], Digest]],
         receive: Receive | None,
     ) -> tuple[list[RequestOutput], Usage]:
-        """Compute prompts, each as its digest says; outputs in order."""
+        """Compute prompts, named by their places in the body, each as its digest says; outputs in
+        order."""
         self._api.choose_model(call, body.model)
-        for token_ids, _ in prompts:
-            self._api.prompts.check_ids(token_ids[: self._api.prompts.max_model_len + 1], "input")
-        self._check_size(prompts)
+        for where, (token_ids, _) in prompts.items():
+            self._api.prompts.check_ids(token_ids[: self._api.prompts.max_model_len + 1], where)
+        self._check_size(list(prompts.values()))
         jobs = [
-            GenerationJob(token_ids, digest.params, priority=body.priority, digest=digest)
-            for token_ids, digest in prompts
+            GenerationJob(
+                token_ids, digest.params, priority=body.priority, digest=digest, where=where
+            )
+            for where, (token_ids, digest) in prompts.items()
         ]
         return await self._api.generator.answer(call, jobs, receive)
 
@@ -172,20 +179,31 @@ class PoolingRuns:
 
     async def encode(
         self,
-        items: Sequence[_T],
+        items: Mapping[str, _T],
         encode: Callable[[_T], list[int]],
         num_chars: Callable[[_T], int],
     ) -> list[list[int]]:
-        """Token ids of texts, a group after the other, so that others have their turn."""
+        """Token ids of texts, named by their places in the body, a group after the other, so that
+        others have their turn."""
+
+        def encode_one(where: str, item: _T) -> list[int]:
+            try:
+                return encode(item)
+            except RequestError as error:
+                raise of_prompt(error, where) from None
+
+        def length(placed: tuple[str, _T]) -> int:
+            return num_chars(placed[1])
+
         found: list[list[int]] = []
-        for group in groups(items, num_chars):
-            for each in group:
-                self._api.prompts.check_chars(num_chars(each))
+        for group in groups(list(items.items()), length):
+            for where, each in group:
+                self._api.prompts.check_chars(num_chars(each), where)
 
-            def work(group: Sequence[_T] = group) -> list[list[int]]:
-                return [encode(each) for each in group]
+            def work(group: Sequence[tuple[str, _T]] = group) -> list[list[int]]:
+                return [encode_one(*each) for each in group]
 
-            found += await self._api.prompts.work(sum(map(num_chars, group)), work)
+            found += await self._api.prompts.work(sum(map(length, group)), work)
         return found
 
     async def written(self, num_numbers: int, write: Callable[[], Any]) -> Any:

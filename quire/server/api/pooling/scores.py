@@ -4,7 +4,7 @@ vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -63,6 +63,28 @@ class RerankRequest(PairFields, kw_only=True):
     """Another name of `instruction`."""
 
 
+class Pairs(list[tuple[str, str]]):
+    """Pairs of texts, and where in a body they stand."""
+
+    def __init__(self, first: list[str], second: list[str], places: tuple[str, str]) -> None:
+        """`places` name a text's place by its number, which stands for `{}`."""
+        super().__init__(zip(first, second, strict=True))
+        self._names = places
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Where the two texts of each pair stand."""
+        first, second = self._names
+        return [(first.format(number), second.format(number)) for number in range(len(self))]
+
+    def distinct(self, side: int) -> dict[str, str]:
+        """Each of the texts that come first (0) or second (1), and where it stands at first."""
+        places: dict[str, str] = {}
+        for pair, where in zip(self, self.places, strict=True):
+            places.setdefault(pair[side], where[side])
+        return places
+
+
 class TextScores:
     """The endpoints."""
 
@@ -113,7 +135,7 @@ class TextScores:
         self._check_count(len(body.documents), "documents")
         body.instruction = body.instruction or body.instruct
         documents = [each if isinstance(each, str) else each.text for each in body.documents]
-        pairs = [(body.query, each) for each in documents]
+        pairs = Pairs([body.query] * len(documents), documents, ("query", "documents[{}]"))
         scores, usage = await self._scores(call, body, pairs, receive)
         order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
         results = []
@@ -137,7 +159,7 @@ class TextScores:
         self,
         call: Call,
         body: PairFields,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Pairs,
         receive: Receive | None,
     ) -> tuple[list[float], Usage]:
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
@@ -155,12 +177,15 @@ class TextScores:
             )  # fmt: skip
         with refusals():
             digest, texts = requests.digest(params, "score"), requests.texts
+        placed = {where: pair for (_, where), pair in zip(pairs.places, pairs, strict=True)}
         encoded = await self._runs.encode(
-            pairs,
+            placed,
             lambda pair: texts.join(*pair, keep, body.instruction),
             lambda pair: len(pair[0]) + len(pair[1]),
         )
-        prompts = [(token_ids, digest) for token_ids in encoded]
+        prompts = {
+            where: (token_ids, digest) for where, token_ids in zip(placed, encoded, strict=True)
+        }
         outputs, usage = await self._runs.run(call, body, prompts, receive)
         return [floats_of(each)[0] for each in outputs], usage
 
@@ -168,35 +193,35 @@ class TextScores:
         self,
         call: Call,
         body: PairFields,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Pairs,
         receive: Receive | None,
     ) -> tuple[list[float], Usage]:
         """MaxSim of queries and documents, each of which is computed once."""
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
         params = PoolingParams(use_activation=body.use_activation)
         digest = requests.digest(params, "token_embed")
-        texts = [
-            (role, text)
-            for place, role in enumerate(("query", "document"))
-            for text in dict.fromkeys(pair[place] for pair in pairs)
-        ]
+        texts = {
+            where: (role, text)
+            for side, role in enumerate(("query", "document"))
+            for text, where in pairs.distinct(side).items()
+        }
         with refusals():
             encoded = await self._runs.encode(
                 texts,
                 lambda each: requests.encode(each[1], each[0], keep, "token_embed")[0],
                 lambda each: len(each[1]),
             )
-        prompts = [
-            (token_ids, requests.of_role(digest, token_ids, role))
-            for token_ids, (role, _) in zip(encoded, texts, strict=True)
-        ]
+        prompts = {
+            where: (token_ids, requests.of_role(digest, token_ids, role))
+            for token_ids, (where, (role, _)) in zip(encoded, texts.items(), strict=True)
+        }
         outputs, usage = await self._runs.run(call, body, prompts, receive)
         score = requests.late_texts.score
 
         def compare() -> list[float]:
             vectors = {
                 each: requests.vectors(output, "token_embed", each[0])
-                for each, output in zip(texts, outputs, strict=True)
+                for each, output in zip(texts.values(), outputs, strict=True)
             }
             return [score(vectors["query", a], vectors["document", b]) for a, b in pairs]
 
@@ -208,24 +233,24 @@ class TextScores:
         self,
         call: Call,
         body: PairFields,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Pairs,
         receive: Receive | None,
     ) -> tuple[list[float], Usage]:
         requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
-        distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+        distinct = {**pairs.distinct(0), **pairs.distinct(1)}
+        texts = {where: text for text, where in distinct.items()}
         params, before = PoolingParams(use_activation=body.use_activation), requests.prompt_of(None)
         num_skipped = requests.texts.num_prompt_tokens(before) if before else 0
         digest = requests.digest(params, "embed", num_skipped)
         encoded = await self._runs.encode(
-            distinct, lambda text: requests.encode(text, None, keep, "embed")[0], len
+            texts, lambda text: requests.encode(text, None, keep, "embed")[0], len
         )
-        outputs, usage = await self._runs.run(
-            call, body, [(each, digest) for each in encoded], receive
-        )
+        prompts = {where: (each, digest) for where, each in zip(texts, encoded, strict=True)}
+        outputs, usage = await self._runs.run(call, body, prompts, receive)
 
         def scores() -> list[float]:
             made = (vectors_of(each)[0] for each in outputs)
-            vectors = dict(zip(distinct, made, strict=True))
+            vectors = dict(zip(texts.values(), made, strict=True))
             return [cosine(vectors[a], vectors[b]) for a, b in pairs]
 
         num_numbers = len(pairs) * requests.num_outputs
@@ -233,11 +258,11 @@ class TextScores:
         return made, usage
 
 
-def _pairs(body: ScoreRequest, check_count: Callable[[int, str], None]) -> list[tuple[str, str]]:
+def _pairs(body: ScoreRequest, check_count: Callable[[int, str], None]) -> Pairs:
     """The pairs of texts that a body names, not more than `check_count` allows."""
     firsts = {"text_1": body.text_1, "data_1": body.data_1, "queries": body.queries}
     seconds = {"text_2": body.text_2, "data_2": body.data_2, "documents": body.documents}
-    first, second = _only(firsts), _only(seconds)
+    (first, place), (second, other) = _only(firsts), _only(seconds)
     check_count(len(first), "text_1")
     check_count(len(second), "text_2")
     first = first * len(second) if len(first) == 1 else first
@@ -247,16 +272,16 @@ def _pairs(body: ScoreRequest, check_count: Callable[[int, str], None]) -> list[
             "many",
             param="text_2",
         )
-    return list(zip(first, second, strict=True))
+    return Pairs(first, second, (place, other))
 
 
-def _only(given: dict[str, Texts | None]) -> list[str]:
+def _only(given: dict[str, Texts | None]) -> tuple[list[str], str]:
+    """The texts that a body has under one of several names, and how their places are written."""
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) != 1:
         names = " or ".join(given)
         raise bad_request(f"give {names}, and only one of them", param=next(iter(given)))
     [(name, value)] = named.items()
-    listed = [value] if isinstance(value, str) else value
-    if not listed:
+    if not value and not isinstance(value, str):
         raise bad_request(f"{name}: the list is empty", param=name, code="empty_array")
-    return listed
+    return ([value], name) if isinstance(value, str) else (value, f"{name}[{{}}]")
