@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import Protocol
 
 from quire.cli.terminal import printable
@@ -63,6 +64,8 @@ class ChatSession:
 
     def hold(self) -> None:
         """Read, answer, repeat, until the input ends or /quit."""
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # what is no text is shown, and ends no chat
         if self._is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (line editing and history for input())

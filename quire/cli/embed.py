@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_config
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from quire.llm import LLM
+    Vectors = Iterator[tuple[str, NDArray[np.float32]]]
+    """Texts, and what was made of them."""
 
 EXAMPLES = """\
 examples:
@@ -67,11 +68,20 @@ def run(args: argparse.Namespace) -> int:
     )
     options = engine_options(args)
     check_output(args.output)
+    lines = read_lines(args.files)
+    texts = chain([next(lines)], lines)  # before the model is loaded: there may be none
     with closing(LLM(args.model, **options)) as llm:
+
+        def vectors() -> Iterator[tuple[str, NDArray[np.float32]]]:
+            """Texts and their vectors, so many at a time that files of any length can be read."""
+            for group in groups(texts, _TEXTS_AT_ONCE):
+                outputs = llm.embed(group, params, use_tqdm=not args.no_progress)
+                yield from zip(group, (output.outputs.data for output in outputs), strict=True)
+
         if args.output is not None and args.output.endswith(".npy"):
-            _write_array(args, llm, params)
+            _write_array(args.output, vectors())
         else:
-            _write_lines(args, llm, params)
+            _write_lines(args.output, vectors())
     return 0
 
 
@@ -81,30 +91,25 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in args.engine_options if hasattr(args, name)}
 
 
-def _write_lines(args: argparse.Namespace, llm: LLM, params: Any) -> None:
-    with open_output(args.output) as file:
-        for number, (text, vector) in enumerate(_vectors(args, llm, params)):
+def _write_lines(output: str | None, vectors: Vectors) -> None:
+    with open_output(output) as file:
+        for number, (text, vector) in enumerate(vectors):
             record = {"index": number, "text": text, "embedding": vector.tolist()}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _write_array(args: argparse.Namespace, llm: LLM, params: Any) -> None:
+def _write_array(output: str, vectors: Vectors) -> None:
     import numpy as np
 
-    made = [vector for _, vector in _vectors(args, llm, params)]
+    made = np.stack([vector for _, vector in vectors])
     try:
-        np.save(args.output, np.stack(made) if made else np.zeros((0, 0), np.float32))
+        with open(output, "wb") as file:
+            np.lib.format.write_array_header_1_0(
+                file, np.lib.format.header_data_from_array_1_0(made)
+            )
+            file.write(made.data)  # NumPy's own way to a file does not say what failed
     except OSError as error:
-        raise OutputError(f"{args.output} cannot be written: {error.strerror}") from None
-
-
-def _vectors(
-    args: argparse.Namespace, llm: LLM, params: Any
-) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Texts and their vectors, so many at a time that files of any length can be read."""
-    for texts in groups(read_lines(args.files), _TEXTS_AT_ONCE):
-        outputs = llm.embed(texts, params, use_tqdm=not args.no_progress)
-        yield from zip(texts, (output.outputs.data for output in outputs), strict=True)
+        raise OutputError(f"{output} cannot be written: {error.strerror}") from None
 
 
 def groups(lines: Iterator[str], count: int) -> Iterator[Sequence[str]]:

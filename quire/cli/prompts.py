@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cli.parser import UsageError
+from quire.cli.text_lines import strict_stdin
 from quire.engine.front.prompts import Prompt
 from quire.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ class ChatEncoder:
 
 
 def _read_file(name: str) -> Iterable[NamedPrompt]:
-    lines = (sys.stdin.read() if name == "-" else _read_text(name)).splitlines()
+    lines = _read_text(name).split("\n")  # JSON and prose may hold other ends of lines
     is_json = name.endswith(".jsonl")
     return [
         _parse_line(line, f"{name}:{number}") if is_json else NamedPrompt(line, line)
@@ -135,8 +135,12 @@ def _parse_line(line: str, place: str) -> NamedPrompt:
 
 
 def _read_text(name: str) -> str:
+    """The text of a file, or for - of standard input."""
     try:
-        return Path(name).read_text(encoding="utf-8")
+        if name == "-":
+            with strict_stdin() as stdin:
+                return stdin.read()
+        return Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     documents = list(read_lines(args.files))
     options = engine_options(args)
     check_output(args.output)
-    with closing(LLM(args.model, **options)) as llm, open_output(args.output) as file:
+    with closing(LLM(args.model, **options)) as llm:
         outputs = llm.score(
             args.query,
             documents,
@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
             truncate_prompt_tokens=args.truncate_prompt_tokens,
             instruction=args.instruction,
         )
-        scores = [output.outputs.score for output in outputs]
-        order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
+    scores = [output.outputs.score for output in outputs]
+    order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
+    with open_output(args.output) as file:
         for number in order[: args.top_n]:
             record = {"index": number, "score": scores[number], "text": documents[number]}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
 from typing import TextIO
 
 from quire.cli.parser import UsageError
+
+_ENCODING = "utf-8-sig"
+"""UTF-8, of which some programs write three bytes before the first line."""
 
 
 def add_file_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -21,21 +28,48 @@ def add_file_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def read_lines(files: list[str]) -> Iterator[str]:
-    """The lines that are not empty, in order. Raises UsageError for a file that cannot be read."""
+    """The lines that are not empty, in order. Raises UsageError for a file that cannot be read, of
+    those that are named before the first line of any, and where there is no line at all."""
+    for name in files:
+        with _readable(name):
+            path = Path(name)
+            if name != "-" and (path.is_file() or path.is_dir() or not path.exists()):
+                path.open("rb").close()  # a pipe or a terminal could lose its text
+    num_lines = 0
     for name in files or ["-"]:
-        if name == "-":
-            yield from _lines(sys.stdin)
-            continue
-        try:
-            with open(name, encoding="utf-8") as file:
-                yield from _lines(file)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UsageError(f"{name} cannot be read: {reason}") from None
+        with _readable("standard input" if name == "-" else name):
+            for line in _lines(name):
+                num_lines += 1
+                yield line
+    if not num_lines:
+        given = ", ".join(files) or "standard input"
+        raise UsageError(f"{given}: no line has any text; give one text on each line")
 
 
-def _lines(stream: TextIO) -> Iterator[str]:
-    for line in stream:
-        text = line.strip()
-        if text:
-            yield text
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} cannot be read: it is not UTF-8 text") from None
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _lines(name: str) -> Iterator[str]:
+    with strict_stdin() if name == "-" else open(name, encoding=_ENCODING) as stream:
+        for line in stream:
+            text = line.strip()
+            if text:
+                yield text
+
+
+@contextmanager
+def strict_stdin() -> Iterator[TextIO]:
+    """Standard input as UTF-8, whatever the locale says, and bytes that are none an error. Raises
+    OSError where it is closed."""
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "it is closed")
+    if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.encoding != _ENCODING:  # not twice
+        sys.stdin.reconfigure(encoding=_ENCODING, errors="strict")
+    yield sys.stdin

@@ -39,8 +39,9 @@ def chat(
 ) -> Chat:
     """Runs a chat with these lines typed; returns (exit code, stdout, stderr)."""
 
-    def run(typed: str, *options: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    def run(typed: str | bytes, *options: str) -> tuple[int, str, str]:
+        content = typed.encode() if isinstance(typed, str) else typed
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
         code = main(["chat", tiny, "--chat-template", chat_template, *OPTIONS, *options])
         return code, *capsys.readouterr()
 
@@ -69,6 +70,11 @@ def test_commands(chat: Chat) -> None:
     code, out, err = chat("/help\n/nonsense\n/quit\nnot read\n")
     assert (code, out) == (0, "")
     assert "/reset" in err and "there is no command /nonsense" in err
+
+
+def test_bytes_that_are_no_text_end_no_chat(chat: Chat) -> None:
+    code, out, err = chat(b"Once \xff\n/nonsense\n")
+    assert code == 0 and len(out.splitlines()) == 1 and "no command /nonsense" in err
 
 
 def test_a_message_that_is_too_long_is_taken_back(chat: Chat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,16 @@ def lines(tmp_path: Path) -> str:
     path = tmp_path / "texts.txt"
     path.write_text("\n\n".join(text.strip() for text in TEXTS))
     return str(path)
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a model is loaded."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("quire.llm.LLM.__init__", load)
 
 
 def test_vectors_come_as_json_lines_or_as_one_array(
@@ -75,13 +86,9 @@ def test_what_cannot_be_written_is_named_before_anything_is_computed(
     folder: Path,
     lines: str,
     tmp_path: Path,
+    unloaded: None,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("the model is loaded")
-
-    monkeypatch.setattr("quire.llm.LLM.__init__", load)
     (tmp_path / "a.npy").mkdir()
     output = str(tmp_path / name)
     query = ["-q", "a"] if command == "rerank" else []
@@ -89,20 +96,69 @@ def test_what_cannot_be_written_is_named_before_anything_is_computed(
     assert f"{output} cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "method"), [(["embed"], "embed"), (["rerank", "-q", "a"], "score")]
+)
 def test_a_file_keeps_what_it_holds_until_it_is_written(
-    folder: Path, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    method: str,
+    folder: Path,
+    lines: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = tmp_path / "vectors.npy"
     output.write_bytes(b"before")
-    monkeypatch.setattr("quire.llm.LLM.embed", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(f"quire.llm.LLM.{method}", lambda *_, **__: 1 / 0)
+    first, *more = command
     with pytest.raises(ZeroDivisionError):
-        main(["embed", str(folder), lines, "--output", str(output), *OPTIONS])
+        main([first, str(folder), lines, *more, "--output", str(output), *OPTIONS])
     assert output.read_bytes() == b"before"
 
 
-def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["embed", str(folder), "/nowhere.txt", *OPTIONS]) == 2
-    assert "/nowhere.txt cannot be read" in capsys.readouterr().err
+@pytest.mark.parametrize("command", [["embed"], ["rerank", "-q", "a"]])
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["nowhere"], "nowhere cannot be read: No such file or directory"),
+        (["good", "nowhere"], "nowhere cannot be read: No such file or directory"),
+        (["good", "folder"], "folder cannot be read: Is a directory"),
+        (["x" * 300], "cannot be read: File name too long"),
+        (["latin"], "latin cannot be read: it is not UTF-8 text"),
+        (["empty", "blank"], "blank: no line has any text; give one text on each line"),
+        ([], "standard input: no line has any text"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named_before_a_model_is_loaded(
+    command: list[str],
+    files: list[str],
+    said: str,
+    tmp_path: Path,
+    unloaded: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "good").write_text("a\n")
+    (tmp_path / "latin").write_bytes("é\n".encode("latin-1"))
+    (tmp_path / "empty").touch()
+    (tmp_path / "blank").write_text(" \n\n")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    first, *more = command
+    assert main([first, "m", *files, *more, *OPTIONS]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["full.npy", "full.json"])
+def test_a_disk_that_is_full_is_named(
+    name: str, folder: Path, lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / name
+    output.symlink_to("/dev/full")
+    assert main(["embed", str(folder), lines, "--output", str(output), *OPTIONS]) == 2
+    said = f"{output} cannot be written: No space left on device"
+    assert said in capsys.readouterr().err
 
 
 def test_an_encoder_is_planned_quantized_and_refused_what_generates(

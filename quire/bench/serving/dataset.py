@@ -158,7 +158,7 @@ def file_dataset(path: Path, *, output_len: LengthRange, num_requests: int, seed
     """
     shape = random.Random(seed)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

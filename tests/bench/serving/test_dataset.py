@@ -85,12 +85,12 @@ def test_real_traces_share_what_their_hashes_say(shared: Path) -> None:
 
 def test_files_of_every_kind(tmp_path: Path) -> None:
     plain, rich = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    plain.write_text("one\n\ntwo\n")
+    plain.write_text("\ufeffone\u2028more\n\ntwo\n", encoding="utf-8")
     asked = file_dataset(plain, output_len=(7, 7), num_requests=3, seed=0)
     assert [(each.prompt, each.num_output) for each in asked.requests] == [
-        ("one", 7),
+        ("one\u2028more", 7),
         ("two", 7),
-        ("one", 7),
+        ("one\u2028more", 7),
     ]
     rich.write_text(
         '"a"\n{"prompt": "b", "max_tokens": 2}\n{"turns": ["c", "d"]}\n{"messages": '
