@@ -14,7 +14,8 @@ from quire.common.version import __version__
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
-    from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from quire.core.beam_params import BeamSearchParams
+    from quire.core.params import BeamRules, RequestOutputKind, SamplingParams
     from quire.core.pooling import PoolingParams
     from quire.core.repetition import RepetitionDetectionParams
     from quire.core.structure import GuidedDecodingParams, StructuredOutputsParams
@@ -47,8 +48,9 @@ _HOMES = {
     "AsyncEngineArgs": "quire.engine.arg_utils",
     "AsyncLLM": "quire.engine.front.async_llm",
     "AsyncLLMEngine": "quire.engine.front.async_llm",
+    "BeamRules": "quire.core.params",
     "BeamSearchOutput": "quire.engine.front.outputs",
-    "BeamSearchParams": "quire.core.params",
+    "BeamSearchParams": "quire.core.beam_params",
     "BeamSearchSequence": "quire.engine.front.outputs",
     "Choice": "quire.engine.decisions.questions",
     "ClassificationRequestOutput": "quire.engine.pooling.outputs",
@@ -87,6 +89,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamRules",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.core.beam_params import BeamSearchParams
+from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.decisions.calls import DecisionCalls
 from quire.engine.front import absent as without
 from quire.engine.front.absent import BoundToProcess, absent
@@ -18,8 +19,8 @@ from quire.engine.front.image_marks import Marks, marks_of
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import Prompt, PromptDict, as_prompts, with_truncation
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.loop.engine import Engine, Output
-from quire.engine.loop.sharing import Session, is_last
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.sharing import Output, Session, is_last
 from quire.engine.pooling.calls import PoolingCalls
 from quire.errors import ConfigError, InvalidParameterError
 from quire.grammar.judge import judge

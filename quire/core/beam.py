@@ -3,7 +3,8 @@
 Semantics are those of Hugging Face Transformers' `generate(num_beams=...)`: candidates are ranked
 by the sum of log-probabilities, finished hypotheses by that sum over `length ** length_penalty`,
 only candidates among the best `beam_width` may finish, and `early_stopping` decides when no better
-hypothesis is to be hoped for.
+hypothesis is to be hoped for. Nothing of a beam is told before the end: then the hypotheses take
+the place of the request's sequences.
 
 Beams of one request may be computed in different steps (one may have been preempted); the search
 moves on when all have reported.
@@ -15,8 +16,8 @@ import math
 from typing import NamedTuple
 
 from quire.core.plan import Candidates, Task, TokenLogprobs, WorkResult
-from quire.core.request import FinishReason, Sequence, SequenceOps
-from quire.core.request_spec import BeamSettings
+from quire.core.request import Conclusion, FinishReason, Sequence, SequenceOps
+from quire.core.request_spec import RequestSpec
 
 
 class Hypothesis(NamedTuple):
@@ -44,13 +45,14 @@ class BeamSearch:
     is_plain = False
     early_tasks: tuple[Task, ...] = ()
 
-    def __init__(self, settings: BeamSettings) -> None:
-        self.settings = settings
+    def __init__(self, spec: RequestSpec) -> None:
+        assert spec.beam is not None
+        self._spec, self.settings = spec, spec.beam
         self.hypotheses: list[Hypothesis] = []
         self._beams: list[Sequence] = []
         self._reports: dict[Sequence, TokenLogprobs] = {}
         self._num_forks = 0
-        self._num_candidates = max(2, 1 + len(settings.eos_token_ids)) * settings.beam_width
+        self._num_candidates = max(2, 1 + len(spec.stop_token_ids)) * self.settings.beam_width
         self._tasks: tuple[Task, ...] = (Candidates(self._num_candidates),)
 
     def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
@@ -75,14 +77,14 @@ class BeamSearch:
             self._advance(ops, survivors)
 
     def _best_candidates(self) -> list[_Candidate]:
-        settings = self.settings
-        is_last = self._beams[0].num_output_tokens + 1 >= settings.max_tokens
+        stops = self._spec.stop_token_ids
+        is_last = self._beams[0].num_output_tokens + 1 >= self._spec.max_tokens
         candidates = [
             _Candidate(
                 beam.cumulative_logprob + logprob,
                 beam,
                 token_id,
-                is_last or token_id in settings.eos_token_ids,
+                is_last or token_id in stops,
             )
             for beam in self._beams
             for token_id, logprob in zip(
@@ -98,12 +100,12 @@ class BeamSearch:
             return
         for candidate in candidates[: settings.beam_width]:
             if candidate.ends:
-                is_stop = candidate.token_id in settings.eos_token_ids
+                is_stop = candidate.token_id in self._spec.stop_token_ids
                 self.hypotheses.append(
                     Hypothesis(
                         (*candidate.beam.output_token_ids, candidate.token_id),
                         candidate.logprob,
-                        _score(candidate.logprob, num_tokens, settings),
+                        score(candidate.logprob, num_tokens, settings.length_penalty),
                         FinishReason.STOP if is_stop else FinishReason.LENGTH,
                     )
                 )
@@ -117,8 +119,9 @@ class BeamSearch:
         if settings.early_stopping is True:
             return False
         is_optimistic = settings.early_stopping == "never" and settings.length_penalty > 0.0
-        attainable_len = settings.max_tokens if is_optimistic else num_tokens
-        return _score(best_running, attainable_len, settings) > self.hypotheses[-1].score
+        attainable_len = self._spec.max_tokens if is_optimistic else num_tokens
+        attainable = score(best_running, attainable_len, settings.length_penalty)
+        return attainable > self.hypotheses[-1].score
 
     def _advance(self, ops: SequenceOps, survivors: list[_Candidate]) -> None:
         """Continue each survivor's beam; the first of a beam takes the sequence over, the others
@@ -141,11 +144,19 @@ class BeamSearch:
             beam.cumulative_logprob = candidate.logprob
 
     def _end(self, ops: SequenceOps) -> None:
+        request = self._beams[0].request
         for beam in self._beams:
             ops.finish(beam, FinishReason.STOP)
         self._beams = []
+        ops.conclude(
+            request,
+            [
+                Conclusion(each.token_ids, each.cumulative_logprob, each.finish_reason)
+                for each in self.hypotheses
+            ],
+        )
 
 
-def _score(logprob: float, num_tokens: int, settings: BeamSettings) -> float:
+def score(logprob: float, num_tokens: int, length_penalty: float) -> float:
     """Return what a hypothesis of that length is ranked by."""
-    return logprob / math.pow(num_tokens, settings.length_penalty)
+    return logprob / math.pow(num_tokens, length_penalty)

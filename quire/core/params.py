@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Self
 
@@ -90,6 +90,21 @@ class ThinkTags(NamedTuple):
     """Whether the prompt has begun the reasoning; None leaves it to the prompt's end."""
 
 
+class BeamRules(NamedTuple):
+    """How beams are ranked, and when a search ends."""
+
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+_NOT_OF_BEAMS = (
+    "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "top_k",
+    "min_p", "stop", "min_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "logit_bias",
+    "bad_words", "logits_processors", "structured_outputs", "thinking_token_budget",
+    "repetition_detection",
+)  # fmt: skip
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to choose a request's tokens and when to stop. Names and defaults are vLLM's.
@@ -158,6 +173,9 @@ class SamplingParams:
     """When an answer that repeats itself is ended. A mapping of its fields is accepted, too."""
     skip_reading_prefix_cache: bool | None = None
     """None leaves it to the engine."""
+    beam_search: BeamRules | None = None
+    """In place of samples: the `n` best beams, ranked by the model's own probabilities and shown at
+    the end. `LLM.beam_search` gives their scores, too."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
     """Keeps that many tokens at the prompt's end;
@@ -187,6 +205,8 @@ class SamplingParams:
         self._check_logprobs()
         self._check_restrictions()
         self._check_flags()
+        if self.beam_search is not None:
+            self._check_beams(self.beam_search)
 
     def _check_counts(self) -> None:
         self.n = checks.integer("n", self.n, 1, MAX_SEQUENCES)
@@ -340,6 +360,21 @@ class SamplingParams:
                 "one of " + ", ".join(kind.value for kind in RequestOutputKind),
             )
 
+    def _check_beams(self, rules: BeamRules) -> None:
+        if not isinstance(rules, BeamRules):
+            checks.refuse("beam_search", rules, "BeamRules, or None for samples")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in _NOT_OF_BEAMS and value not in (item.default, [], {}):
+                raise InvalidParameterError(
+                    f"{item.name}={checks.shown(value)} is not available with beam search, which "
+                    "ranks by the model's own probabilities; leave it out",
+                    param=item.name,
+                )
+        self.n = checks.integer("n", self.n, 1, MAX_BEAM_WIDTH)
+        self.beam_search = checked_rules(*rules)
+        self.output_kind = RequestOutputKind.FINAL_ONLY
+
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
         """Return parameters whose defaults are a model's `generation_config.json`; `overrides` win.
@@ -458,71 +493,12 @@ class SamplingParams:
         return tuple(sorted(stops))
 
 
-@dataclass(slots=True)
-class BeamSearchParams:
-    """Beam search: keep the `beam_width` best sequences by
-    `cumulative_logprob / len ** length_penalty`.
-
-    Raises `InvalidParameterError` (with `param` set) for a value out of its range.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    """Divides the logits before the log-softmax that scores candidates;
-    0 leaves them as they are."""
-    length_penalty: float = 1.0
-    """Above 0 favours longer sequences, below 0 shorter ones."""
-    include_stop_str_in_output: bool = False
-    early_stopping: bool | Literal["never"] = False
-    """True stops at `beam_width` finished sequences; False when no running beam can, at its present
-    length, beat the worst finished one; "never" when none could at any length.
-    """
-    skip_special_tokens: bool = True
-    stop_token_ids: list[int] = field(default_factory=list)
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: None = None
-    """Not available for beams."""
-
-    def __post_init__(self) -> None:
-        if self.structured_outputs is not None:
-            raise InvalidParameterError(
-                "structured_outputs are not available for beam search in this version; use "
-                "generate",
-                param="structured_outputs",
-            )
-        self.beam_width = checks.integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        self.max_tokens = checks.integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        self.temperature = checks.number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        self.length_penalty = checks.number("length_penalty", self.length_penalty, -10.0, 10.0)
-        self.stop_token_ids = checks.token_ids(
-            "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
-        )
-        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
-            checks.refuse("early_stopping", self.early_stopping, 'True, False or "never"')
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = checks.token_ids(
-                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
-            )
-            if not self.allowed_token_ids:
-                checks.refuse(
-                    "allowed_token_ids", [], "at least one token id, or None to allow all"
-                )
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that a model with `vocab_size` tokens does not have."""
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            checks.check_vocabulary(name, getattr(self, name), vocab_size)
-
-    def to_row_sampling(self) -> RowSampling:
-        """Return the sampler's view of each beam's row; candidates are the task `Candidates`."""
-        return RowSampling(
-            temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
-            allowed_token_ids=None
-            if self.allowed_token_ids is None
-            else tuple(sorted(set(self.allowed_token_ids))),
-        )
+def checked_rules(length_penalty: object, early_stopping: object) -> BeamRules:
+    """Return how beams are ranked. Raises InvalidParameterError."""
+    if early_stopping != "never" and not isinstance(early_stopping, bool):
+        checks.refuse("early_stopping", early_stopping, 'True, False or "never"')
+    penalty = checks.number("length_penalty", length_penalty, -10.0, 10.0)
+    return BeamRules(penalty, early_stopping)
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -316,6 +316,14 @@ class Sequence(SequenceRecord):
             self.request.metrics.waited_for = reason
 
 
+class Conclusion(NamedTuple):
+    """A finished output of a request that comes at once."""
+
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    finish_reason: FinishReason
+
+
 class SequenceOps(Protocol):
     """What a decoding strategy may do to sequences; implemented by the scheduler."""
 
@@ -339,6 +347,11 @@ class SequenceOps(Protocol):
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End a sequence and free what it holds."""
+        ...
+
+    def conclude(self, request: Request, answers: abc.Iterable[Conclusion]) -> None:
+        """Put finished sequences in place of those of a request that comes at once, all of which
+        have ended."""
         ...
 
 

@@ -31,11 +31,9 @@ class Keep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamSettings:
-    """The parameters of a beam search."""
+    """The parameters of a beam search that other requests do not have."""
 
     beam_width: int
-    max_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
 
@@ -90,6 +88,11 @@ class RequestSpec:
     def generates(self) -> bool:
         """Whether it is for tokens, and not for numbers of its prompt alone."""
         return self.pool is None and self.weigh is None
+
+    @property
+    def comes_at_once(self) -> bool:
+        """Whether nothing of what it comes to is known before its end."""
+        return self.beam is not None
 
     def __post_init__(self) -> None:
         assert all(each.end <= len(self.prompt_token_ids) for each in self.contents)

@@ -19,7 +19,7 @@ def strategy_of(spec: RequestSpec, *, is_forked: bool = False) -> DecodingStrate
     return (
         SamplingStrategy(spec.num_sequences, is_forked=is_forked)
         if spec.beam is None
-        else BeamSearch(spec.beam)
+        else BeamSearch(spec)
     )
 
 

@@ -15,13 +15,14 @@ from quire.common.residence import (
     check_version,
 )
 from quire.config.engine import EngineConfig
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.beam_params import BeamSearchParams
+from quire.core.params import SamplingParams
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import BoundToProcess, absent
 from quire.engine.front.model_view import ModelView
 from quire.engine.front.prompts import Prompt, with_truncation
-from quire.engine.loop.engine import Engine, Output
-from quire.engine.loop.sharing import Session, SharedEngine
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.sharing import Output, Session, SharedEngine
 from quire.errors import EngineError
 from quire.lora.request import LoRARequest
 from quire.text.pretrained import PretrainedTokenizer

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quire.common.seeds import derive_seed
 from quire.core.plan import TokenLogprobs
 from quire.core.request import FinishReason
-from quire.core.request_spec import BeamSettings, RequestSpec
+from quire.core.request_spec import RequestSpec
 from quire.executor.null import null_logits, null_logprobs, null_sample
 
 _NEVER = -1.0e9
@@ -96,18 +96,17 @@ class Oracle:
         ]
         return [None, *scored]
 
-    def search(self, spec: RequestSpec, settings: BeamSettings) -> list[BeamAnswer]:
+    def search(self, spec: RequestSpec) -> list[BeamAnswer]:
         """Beam search, best first."""
-        width, prompt = settings.beam_width, spec.prompt_token_ids
+        settings, stops, prompt = spec.beam, spec.stop_token_ids, spec.prompt_token_ids
+        assert settings is not None
+        width = settings.beam_width
         running = [_Beam(0.0 if place == 0 else _NEVER, (), False) for place in range(width)]
         finished = [_Beam(_NEVER, (), False) for _ in range(width)]
-        num_kept = max(2, 1 + len(settings.eos_token_ids)) * width
-        for num_tokens in range(1, settings.max_tokens + 1):
+        num_kept = max(2, 1 + len(stops)) * width
+        for num_tokens in range(1, spec.max_tokens + 1):
             grown = sorted(self._grow(prompt, running), key=lambda beam: -beam.score)[:num_kept]
-            ends = [
-                num_tokens == settings.max_tokens or beam.token_ids[-1] in settings.eos_token_ids
-                for beam in grown
-            ]
+            ends = [num_tokens == spec.max_tokens or beam.token_ids[-1] in stops for beam in grown]
             alive = [
                 beam._replace(score=beam.score + _NEVER * is_end)
                 for beam, is_end in zip(grown, ends, strict=True)
@@ -119,7 +118,7 @@ class Oracle:
                     score = beam.score / num_tokens**settings.length_penalty
                     finished.append(_Beam(score, beam.token_ids, True))
             finished = sorted(finished, key=lambda beam: -beam.score)[:width]
-            if all(ends) or not _has_hope(settings, running, finished, num_tokens):
+            if all(ends) or not _has_hope(spec, running, finished, num_tokens):
                 break
         return [
             BeamAnswer(list(beam.token_ids), beam.score) for beam in finished if beam.is_finished
@@ -136,15 +135,17 @@ class Oracle:
 
 
 def _has_hope(
-    settings: BeamSettings, running: list[_Beam], finished: list[_Beam], num_tokens: int
+    spec: RequestSpec, running: list[_Beam], finished: list[_Beam], num_tokens: int
 ) -> bool:
     """Return whether a running beam might still beat a finished one,
     by the heuristic that the settings name."""
+    settings = spec.beam
+    assert settings is not None
     if not all(beam.is_finished for beam in finished):
         return True
     if settings.early_stopping is True:
         return False
     is_optimistic = settings.early_stopping == "never" and settings.length_penalty > 0.0
-    length = float(settings.max_tokens if is_optimistic else num_tokens)
+    length = float(spec.max_tokens if is_optimistic else num_tokens)
     best: float = running[0].score / length**settings.length_penalty
     return best > finished[-1].score

@@ -189,10 +189,11 @@ class _Draw:
     def arrival(self, number: int) -> Arrival:
         random = self.random
         prompt, max_tokens = self._lengths()
-        beam = self._beam(max_tokens) if random.random() < 0.2 else None
-        stops = (
-            frozenset({STOP_TOKEN}) if beam is None and random.random() < 0.7 else frozenset[int]()
-        )
+        beam, stops = None, frozenset[int]()
+        if random.random() < 0.2:
+            beam, stops = self._beam()
+        elif random.random() < 0.7:
+            stops = frozenset({STOP_TOKEN})
         step = random.choice((0, 0, random.randint(0, 40)))
         spec = RequestSpec(
             request_id=f"r{number}",
@@ -237,12 +238,12 @@ class _Draw:
             num_prompt_logprobs=random.choice((None, None, None, 0, 2)),
         )
 
-    def _beam(self, max_tokens: int) -> BeamSettings:
+    def _beam(self) -> tuple[BeamSettings, frozenset[int]]:
+        """Return settings, and the tokens that end a beam."""
         random = self.random
-        return BeamSettings(
-            random.choice((1, 2, 3)),
-            max_tokens,
-            random.choice((frozenset(), frozenset({STOP_TOKEN}), frozenset({STOP_TOKEN, 10}))),
-            random.choice((0.0, 1.0, 2.0, -0.5)),
-            random.choice((False, True, "never")),
+        width = random.choice((1, 2, 3))
+        stops = random.choice(
+            (frozenset[int](), frozenset({STOP_TOKEN}), frozenset({STOP_TOKEN, 10}))
         )
+        length_penalty = random.choice((0.0, 1.0, 2.0, -0.5))
+        return BeamSettings(width, length_penalty, random.choice((False, True, "never"))), stops

@@ -289,11 +289,13 @@ class Simulation:
     def _check_beams(self, spec: RequestSpec, request: Request, strategy: BeamSearch) -> None:
         if not self._ended_well(request):
             return
-        expected = self.oracle.search(spec, strategy.settings)
+        expected = self.oracle.search(spec)
         got = [(list(hypothesis.token_ids), hypothesis.score) for hypothesis in strategy.hypotheses]
         assert got == [tuple(answer) for answer in expected], (
             f"{request.request_id}: {got}, must be {expected}"
         )
+        streams = [self._streams.get(sequence, []) for sequence in request.sequences]
+        assert streams == [[*tokens, None] for tokens, _ in got], f"streamed {streams}"
 
     @staticmethod
     def _ended_well(request: Request) -> bool:

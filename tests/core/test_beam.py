@@ -29,11 +29,28 @@ def _harness() -> Any:
 Harness = _harness()
 
 
-def _search(run: Any, settings: BeamSettings, prompt: list[int]) -> tuple[BeamSearch, list[Any]]:
-    request = run.add(f"r{len(run.specs)}", prompt, max_tokens=settings.max_tokens, beam=settings)
+def _search(
+    run: Any, settings: BeamSettings, prompt: list[int], max_tokens: int, eos: tuple[int, ...]
+) -> tuple[BeamSearch, list[Any]]:
+    request = run.add(
+        f"r{len(run.specs)}", prompt, max_tokens=max_tokens, beam=settings,
+        stop_token_ids=frozenset(eos),
+    )  # fmt: skip
     run.run()
     assert isinstance(request.strategy, BeamSearch)
-    return request.strategy, run.oracle.search(run.specs[request.request_id], settings)
+    outcome = [
+        (tuple(each.output_token_ids), each.cumulative_logprob, each.finish_reason)
+        for each in request.sequences
+    ]
+    assert outcome == [
+        (each.token_ids, each.cumulative_logprob, each.finish_reason)
+        for each in request.strategy.hypotheses
+    ]
+    told = [each for each in run.progress if each.sequence.request is request]
+    assert [each.token_id for each in told] == [
+        token for token_ids, *_ in outcome for token in (*token_ids, None)
+    ]
+    return request.strategy, run.oracle.search(run.specs[request.request_id])
 
 
 @pytest.mark.slow_combinations
@@ -45,8 +62,8 @@ def test_hypotheses_are_those_of_transformers(
 ) -> None:
     run = Harness()
     for width in (1, 2, 4):
-        settings = BeamSettings(width, 6, frozenset(eos), length_penalty, early_stopping)
-        strategy, expected = _search(run, settings, [width, 2, 3])
+        settings = BeamSettings(width, length_penalty, early_stopping)
+        strategy, expected = _search(run, settings, [width, 2, 3], 6, eos)
         assert [(list(h.token_ids), h.score) for h in strategy.hypotheses] == [
             tuple(answer) for answer in expected
         ]
@@ -62,8 +79,7 @@ def test_hypotheses_are_those_of_transformers(
 )
 def test_beams_that_cannot_all_run_at_once_find_the_same(limits: dict[str, int]) -> None:
     run = Harness(block_size=2, max_num_batched_tokens=8, **limits)
-    settings = BeamSettings(3, 5, frozenset({3}))
-    strategy, expected = _search(run, settings, [1, 2, 3, 4])
+    strategy, expected = _search(run, BeamSettings(3), [1, 2, 3, 4], 5, (3,))
     assert [list(h.token_ids) for h in strategy.hypotheses] == [
         answer.token_ids for answer in expected
     ]
@@ -71,7 +87,7 @@ def test_beams_that_cannot_all_run_at_once_find_the_same(limits: dict[str, int])
 
 def test_beams_share_what_they_have_in_common() -> None:
     run = Harness(block_size=4, num_blocks=64)
-    settings = BeamSettings(4, 3)
+    settings = BeamSettings(4)
     run.add("a", [*range(1, 16), 1], max_tokens=3, beam=settings, sampling=RowSampling())
     run.step()
     run.step()
@@ -81,9 +97,12 @@ def test_beams_share_what_they_have_in_common() -> None:
 
 def test_an_abort_ends_every_beam() -> None:
     run = Harness(max_num_seqs=2)
-    run.add("a", [1, 2], max_tokens=9, beam=BeamSettings(4, 9))
+    run.add("a", [1, 2], max_tokens=9, beam=BeamSettings(4))
     run.step()
     run.step()
-    assert run.scheduler.abort("a").is_finished
+    request = run.scheduler.abort("a")
+    assert request.is_finished
+    assert [each.finish_reason for each in request.sequences] == [FinishReason.ABORT]
+    assert request.sequences[0].output_token_ids == [] and not run.progress
     run.run()
     assert run.scheduler.num_waiting == 0

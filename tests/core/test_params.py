@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.core.beam_params import BeamSearchParams
 from quire.core.params import (
     MAX_SEQUENCES,
-    BeamSearchParams,
+    BeamRules,
     RequestOutputKind,
     SamplingParams,
     generation_defaults,
@@ -259,7 +260,10 @@ def test_a_bad_generation_config_is_refused() -> None:
 def test_beam_search_params() -> None:
     params = BeamSearchParams(4, 64, allowed_token_ids=[3, 1])
     assert (params.temperature, params.length_penalty, params.early_stopping) == (0.0, 1.0, False)
-    assert params.to_row_sampling() == RowSampling(temperature=0.0, allowed_token_ids=(1, 3))
+    same = params.as_sampling()
+    assert same.to_row_sampling(seed=0) == RowSampling(temperature=0.0, allowed_token_ids=(1, 3))
+    assert (same.n, same.max_tokens, same.beam_search) == (4, 64, BeamRules(1.0, False))
+    assert same.output_kind is RequestOutputKind.FINAL_ONLY
     assert BeamSearchParams(1, 1, early_stopping="never").early_stopping == "never"
 
 
@@ -278,6 +282,23 @@ def test_beam_search_params() -> None:
 def test_bad_beam_search_params(param: str, value: Any) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 8, param: value})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("n", 1000), ("best_of", 3), ("top_p", 0.5), ("top_k", 4), ("min_p", 0.1), ("stop", ["x"]),
+        ("logprobs", 0), ("prompt_logprobs", 2), ("presence_penalty", 1.0), ("min_tokens", 1),
+        ("logit_bias", {3: 1.0}), ("bad_words", ["x"]), ("structured_outputs", {"regex": "a"}),
+        ("length_penalty", 11.0), ("early_stopping", "soon"),
+    ],
+)  # fmt: skip
+def test_what_beams_cannot_have_is_refused(param: str, value: Any) -> None:
+    rules = {name: value for name in BeamRules._fields if name == param}
+    given = {} if rules else {param: value}
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(beam_search=BeamRules(**rules), **given)
     assert caught.value.param == param
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.core.params import BeamSearchParams
+from quire.core.beam_params import BeamSearchParams
 from quire.engine.front.prompts import Prompt
 from quire.llm import LLM
 

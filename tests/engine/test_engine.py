@@ -12,11 +12,12 @@ import torch
 from cycles import no_cycles_of
 from engines import run_all
 
-from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.core.beam_params import BeamSearchParams
+from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import NOT_FINITE, StepPlan, StepResult
 from quire.core.request import Request
 from quire.core.request import Sequence as TokenSequence
-from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt, PromptDict
 from quire.engine.loop.engine import Engine
 from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, RequestError
@@ -67,7 +68,7 @@ def _assert_idle(engine: Engine) -> None:
     assert not engine.has_work and not scheduler.running and scheduler.num_waiting == 0
     assert scheduler.manager.pool.num_used == 0 and scheduler.blocks.num_reserved == 0
     assert scheduler.rows.num_free == scheduler.limits.max_num_seqs
-    assert not engine._processors and not engine._beams and not engine._outputs._states
+    assert not engine._processors and not engine._outputs._states
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[RequestError]]] = {
@@ -385,7 +386,7 @@ def test_a_broken_control_plane_ends_what_it_knows_and_starts_over(
     engine.add_request(
         "victim", PROMPT, _params(n=2, temperature=1.0, logits_processors=[processor])
     )
-    engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
+    engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5).as_sampling())
     engine.step()
 
     def fail(*_: object, **__: object) -> None:
@@ -413,13 +414,15 @@ def test_a_failed_beam_search_ends_alone(
     make_engine: MakeEngine, undisturbed: dict[str, Any]
 ) -> None:
     engine = make_engine()
-    engine.add_request("victim", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
+    engine.add_request("victim", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5).as_sampling())
     engine.scheduler.requests["victim"].strategy.absorb = _fail  # type: ignore[method-assign]
     _add_neighbours(engine)
     outputs: dict[str, Any] = {}
     while engine.has_work:
         outputs |= {output.request_id: output for output in engine.step()}
-    assert outputs["victim"].sequences == [] and "RuntimeError" in outputs.pop("victim").error
+    victim = outputs.pop("victim")
+    assert [list(each.token_ids) for each in victim.outputs] == [[]]
+    assert "RuntimeError" in victim.error
     _assert_neighbours_unharmed(outputs, undisturbed)
     _assert_idle(engine)
 
@@ -528,14 +531,14 @@ def test_output_kinds(kind: str, make_engine: MakeEngine) -> None:
 def test_beam_search_under_memory_pressure_equals_beam_search_alone(
     make_engine: MakeEngine,
 ) -> None:
-    params = BeamSearchParams(beam_width=4, max_tokens=14)
+    params = BeamSearchParams(beam_width=4, max_tokens=14).as_sampling()
 
-    def search(engine: Engine) -> list[list[int]]:
+    def search(engine: Engine) -> list[Any]:
         engine.add_request("beams", {"prompt_token_ids": list(range(3, 30))}, params)
         while True:
             for output in engine.step():
-                if isinstance(output, BeamSearchOutput):
-                    return [each.token_ids for each in output.sequences]
+                if output.request_id == "beams":
+                    return [list(each.token_ids) for each in output.outputs]
 
     alone = search(make_engine())
     assert len(alone) == 4 and len({tuple(each) for each in alone}) == 4
@@ -587,7 +590,9 @@ def test_a_request_that_is_over_is_gone_at_once_however_it_ended(make_engine: Ma
     with no_cycles_of(Request, TokenSequence):
         _add_neighbours(engine)
         engine.add_request("several", PROMPT, _params(n=2, temperature=1.0))
-        engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))
+        engine.add_request(
+            "beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=4).as_sampling()
+        )
         engine.add_request("aborted", PROMPT, _params(max_tokens=100))
         for _ in range(4):
             engine.step()

@@ -22,7 +22,8 @@ from late_device import LateDevice
 from replayed import replay_steps
 
 from quire.config.engine import EngineConfig
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.beam_params import BeamSearchParams
+from quire.core.params import SamplingParams
 from quire.core.scheduler.audit import audit
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.outputs import RequestOutput
@@ -222,7 +223,9 @@ def test_beams_and_plain_rows_side_by_side(tiny_config: Path) -> None:
             LateDevice(engine)
         engine.add_request("p", {"prompt_token_ids": [5, 6, 7]}, _params(PLAIN[1], 14))
         engine.add_request(
-            "b", {"prompt_token_ids": [5, 6, 7]}, BeamSearchParams(beam_width=3, max_tokens=6)
+            "b",
+            {"prompt_token_ids": [5, 6, 7]},
+            BeamSearchParams(beam_width=3, max_tokens=6).as_sampling(),
         )
         outputs: dict[str, Any] = {}
         while engine.has_work:

@@ -20,7 +20,8 @@ from optional_packages import needs_grammars
 from quire.config.engine import EngineConfig
 from quire.config.limits import SchedulerLimits
 from quire.core.beam import BeamSearch
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.beam_params import BeamSearchParams
+from quire.core.params import SamplingParams
 from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult
 from quire.core.request import Request
 from quire.core.request_spec import BeamSettings, RequestSpec
@@ -128,8 +129,8 @@ class Ask:
 
     def build(self, name: str) -> RequestSpec:
         if self.beam_width:
-            settings = BeamSettings(self.beam_width, self.max_tokens, frozenset({11}))
-            return _request(name, self.prompt, self.max_tokens, beam=settings)
+            settings, stops = BeamSettings(self.beam_width), frozenset({11})
+            return _request(name, self.prompt, self.max_tokens, beam=settings, stops=stops)
         stops = frozenset({11, 10, 9})
         return _request(
             name,
@@ -408,13 +409,16 @@ def test_beams_are_the_same(make_engine: MakeEngine) -> None:
     for overlap in ("off", "on"):
         engine = make_engine(overlap=overlap)
         engine.add_request(
-            "b", {"prompt_token_ids": [5, 6, 7]}, BeamSearchParams(beam_width=3, max_tokens=8)
+            "b",
+            {"prompt_token_ids": [5, 6, 7]},
+            BeamSearchParams(beam_width=3, max_tokens=8).as_sampling(),
         )
         outputs: list[Any] = []
         while engine.has_work:
             outputs += engine.step()
-        found.append(outputs[-1])
-    assert found[0] == found[1]
+        [output] = outputs
+        found.append([(each.token_ids, each.cumulative_logprob) for each in output.outputs])
+    assert found[0] == found[1] and len(found[0]) == 3
 
 
 def test_processors_see_every_token(storytellers: tuple[Engine, Engine]) -> None:

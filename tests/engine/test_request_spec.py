@@ -41,7 +41,7 @@ OTHERS: dict[str, Any] = {
     ),
     "max_tokens": 11,
     "num_sequences": 3,
-    "beam": BeamSettings(2, 11, frozenset({4}), -0.5, "never"),
+    "beam": BeamSettings(2, -0.5, "never"),
     "stop_token_ids": frozenset({8, 9}),
     "repetition": (1, 2, 3),
     "priority": -4,

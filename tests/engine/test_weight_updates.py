@@ -190,7 +190,7 @@ def test_a_request_that_runs_goes_on_with_the_new_weights(
     engine.add_request("long", {"prompt_token_ids": PROMPT}, params)
     begun = list[int]()
     while len(begun) < 6:
-        begun = [token for each in engine.step() for token in each.outputs[0].token_ids]  # type: ignore[union-attr]
+        begun = [token for each in engine.step() for token in each.outputs[0].token_ids]
     update(engine, str(folders[1]))
     output = run_all(engine)["long"]
     whole = list(output.outputs[0].token_ids)

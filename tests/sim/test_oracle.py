@@ -20,12 +20,13 @@ def _logprob(oracle: Oracle, tokens: tuple[int, ...], token_id: int) -> float:
 
 def test_a_wide_enough_search_finds_the_best_of_all_sequences() -> None:
     oracle = Oracle(7, 3)
-    spec = RequestSpec(prompt_token_ids=(1, 2), max_tokens=3)
+    beam = BeamSettings(9, length_penalty=0.0)
+    spec = RequestSpec(prompt_token_ids=(1, 2), max_tokens=3, beam=beam)
     best = sorted(
         (-sum(_logprob(oracle, (1, 2, *tokens[:i]), tokens[i]) for i in range(3)), list(tokens))
         for tokens in product(range(3), repeat=3)
     )
-    answers = oracle.search(spec, BeamSettings(9, 3, length_penalty=0.0))
+    answers = oracle.search(spec)
     assert [answer.token_ids for answer in answers] == [tokens for _, tokens in best[:9]]
 
 

@@ -27,7 +27,7 @@ from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
-from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
+from quire.core.request import Conclusion, FinishReason, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.core.scheduler.admission import Admission
 from quire.core.scheduler.look_ahead import LookAhead
@@ -366,7 +366,8 @@ class Scheduler:
             request.metrics.first_token_s = self._now
         request.metrics.last_token_s = self._now
         self.stats.num_generated_tokens += 1
-        self._progress.append(Progress(sequence, token_id, logprobs))
+        if not request.comes_at_once:
+            self._progress.append(Progress(sequence, token_id, logprobs))
         self._end_if_due(sequence, token_id)
         if sequence.status is _PARKED:
             self.admission.resume(sequence)
@@ -411,13 +412,27 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if self.look_ahead is not None:
             self.look_ahead.end(sequence)
-        self._progress.append(Progress(sequence, None, None))
         request = sequence.request
+        if not request.comes_at_once:
+            self._progress.append(Progress(sequence, None, None))
         if request.is_finished:
             request.metrics.finished_s = self._now
             self.requests.pop(request.request_id, None)
             self.waiting.departed(request)
             self.stats.count_finished(request)
+
+    def conclude(self, request: Request, answers: Iterable[Conclusion]) -> None:
+        """Put finished sequences in place of a request's own. They hold nothing."""
+        request.sequences = []
+        for index, answer in enumerate(answers):
+            token_ids = [*request.prompt_token_ids, *answer.token_ids]
+            sequence = self._new_sequence(request, index, token_ids)
+            sequence.status, sequence.finish_reason = _FINISHED, answer.finish_reason
+            sequence.cumulative_logprob = answer.cumulative_logprob
+            if answer.finish_reason is FinishReason.STOP:
+                sequence.stop_reason = answer.token_ids[-1]
+            told = (*answer.token_ids, None)
+            self._progress += [Progress(sequence, token_id, None) for token_id in told]
 
     # -- bookkeeping
     # ----------------------------------------------------------------------------------------------
@@ -453,4 +468,6 @@ class Scheduler:
         if request is not None:
             for sequence in request.sequences:
                 self.finish(sequence, reason)
+            if request.comes_at_once:
+                self.conclude(request, [Conclusion((), 0.0, reason)])
         return request

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.core.params import MAX_BAD_WORD_TOKENS, SamplingParams, ThinkTags
 from quire.core.plan import RowSampling, ThinkTagTokens
-from quire.core.request_spec import RequestSpec
+from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.engine.front.think_tags import tokens_of_tags
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import InvalidParameterError
@@ -78,9 +78,11 @@ class Digester:
         )
         if params.num_sequences > params.n and sampling.num_logprobs is None:
             sampling = sampling._replace(num_logprobs=0)  # best_of ranks by log-probability
+        rules = params.beam_search
         spec = RequestSpec(
             sampling=sampling,
-            num_sequences=params.num_sequences,
+            num_sequences=params.num_sequences if rules is None else 1,
+            beam=None if rules is None else BeamSettings(params.n, *rules),
             stop_token_ids=eos.union(params.stop_token_ids or ()),
             repetition=None
             if params.repetition_detection is None

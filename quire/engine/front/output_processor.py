@@ -103,7 +103,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Text and outputs of all unfinished sampling requests of one engine."""
+    """Text and outputs of all unfinished requests of one engine."""
 
     def __init__(self, tokenizer: Tokenizer | None, ends: Ends) -> None:
         self._tokenizer = tokenizer
@@ -129,7 +129,8 @@ class OutputProcessor:
                 continue
             touched[request.request_id] = state
             try:
-                if place < len(progress) and progress[place][0] is sequence:
+                is_followed = place < len(progress) and progress[place][0] is sequence
+                if is_followed and not request.comes_at_once:
                     self._take_drafted(state, sequence, progress[place - 1], progress[place][1])
                 else:
                     self._take(state, sequence, token_id, logprobs)
@@ -283,7 +284,9 @@ class OutputProcessor:
             index=index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
+            cumulative_logprob=sequence.cumulative_logprob
+            if has_logprobs or state.request.comes_at_once
+            else None,
             logprobs=_as_asked(state, mine.logprobs[first:]) if mine.logprobs is not None else None,
             finish_reason=reason.value
             if reason is not None and sequence.status is SequenceStatus.FINISHED

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, SupportsIndex, TypedDict, TypeVar
 
+from quire.core.beam_params import BeamSearchParams
 from quire.core.images import PlacedImage
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.params import SamplingParams
 from quire.engine.front.image_marks import marks_of, write_plainly
 from quire.errors import InvalidParameterError, NotAvailableError
 from quire.media.known import check_uuid

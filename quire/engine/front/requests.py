@@ -18,9 +18,9 @@ from quire.core.adapters import Adapter
 from quire.core.content import Content, content_ids
 from quire.core.images import contents_of
 from quire.core.kvcache.prefix import Namespace
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.params import SamplingParams
 from quire.core.plan import ThinkingBudget
-from quire.core.request_spec import BeamSettings, RequestSpec, fit
+from quire.core.request_spec import RequestSpec, fit
 from quire.engine.front.digest import Digest, Digester
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.transfers import read_transfer, transfer_params
@@ -34,7 +34,7 @@ _TAIL = 64
 
 
 class PreparedRequest(NamedTuple):
-    """A request for samples that can be served: what travels to the scheduler,
+    """A request that can be served: what travels to the scheduler,
     and what its sender wants to see of it."""
 
     spec: RequestSpec
@@ -166,44 +166,6 @@ class RequestBuilder:
             )
         keep = self._plan.limits.max_model_len - 1 if keep < 0 else keep
         return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
-
-    def beam(
-        self,
-        request_id: str,
-        prompt: ParsedPrompt,
-        params: BeamSearchParams,
-        *,
-        adapter: Adapter | None = None,
-        priority: int = 0,
-    ) -> RequestSpec:
-        """Return a beam search. Raises a RequestError."""
-        self._check_generates()
-        self._check_places(prompt)
-        params.check_vocabulary(self._plan.spec.vocab_size)
-        max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        settings = BeamSettings(
-            beam_width=params.beam_width,
-            max_tokens=max_tokens,
-            eos_token_ids=eos | frozenset(params.stop_token_ids),
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-        )
-        contents, start = _contents(prompt, adapter)
-        sampling = params.to_row_sampling()
-        spec = RequestSpec(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt.token_ids),
-            contents=contents,
-            undivided=self._undivided(prompt),
-            sampling=sampling._replace(adapter=adapter, adapter_start=start, images=prompt.images),
-            beam=settings,
-            max_tokens=max_tokens,
-            namespace=_namespace(prompt, adapter),
-            priority=priority,
-            arrival_s=self._clock(),
-        )
-        return fit(spec, self._plan.limits)
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

@@ -15,15 +15,14 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from quire.core.adapters import Adapter
-from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
+from quire.core.params import LogitsProcessor, SamplingParams
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress
-from quire.engine.front.beam_output import BeamState, beam_output
 from quire.engine.front.digest import Digest
 from quire.engine.front.output_processor import OutputProcessor
-from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.served_model import ServedModel
@@ -36,8 +35,6 @@ from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.engine.front.metrics import Metric
-
-Output = RequestOutput | BeamSearchOutput
 
 _NESTED = (
     "this engine is computing a step, which called this function (from a logits processor, "
@@ -87,11 +84,10 @@ class Engine(ServedModel, StepLoop):
             clock=clock,
         )
         self._outputs = OutputProcessor(tokenizer, self)
-        self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
         self._in_processors: set[int] = set()
         """Threads that are inside a logits processor now."""
-        self._lost: list[Output] = []
+        self._lost: list[RequestOutput] = []
 
     # -- requests
     # ----------------------------------------------------------------------------------------------
@@ -100,7 +96,7 @@ class Engine(ServedModel, StepLoop):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | Digest,
+        params: SamplingParams | Digest,
         *,
         adapter: Adapter | None = None,
         priority: int = 0,
@@ -109,13 +105,7 @@ class Engine(ServedModel, StepLoop):
         RequestError, and changes nothing, if it cannot be served."""
         self.require_open()
         parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size, self.images)
-        if isinstance(params, BeamSearchParams):
-            spec = self.request_builder.beam(
-                request_id, parsed, params, adapter=adapter, priority=priority
-            )
-            with self._changing():
-                self._beams[request_id] = BeamState(self.scheduler.add(spec), params, parsed.text)
-        elif isinstance(params, SamplingParams):
+        if isinstance(params, SamplingParams):
             self._add_sampling(request_id, parsed, self.digest(params), adapter, priority)
         elif isinstance(params, Digest):
             self._add_sampling(request_id, parsed, params, adapter, priority)
@@ -153,7 +143,6 @@ class Engine(ServedModel, StepLoop):
         Unknown and finished ids are ignored."""
         with self._changing():
             request = self.scheduler.abort(request_id)
-            self._beams.pop(request_id, None)
             self._forget_processors(request_id)
             output = self._outputs.forget(request_id)
             if request is not None:
@@ -185,13 +174,13 @@ class Engine(ServedModel, StepLoop):
         """Return what a call from inside a step is answered with."""
         return EngineError(_NESTED)
 
-    def take_lost(self) -> list[Output]:
+    def take_lost(self) -> list[RequestOutput]:
         """Return the last outputs of the requests that an interrupted step has ended;
         they are given once."""
         lost, self._lost = self._lost, []
         return lost
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOutput]:
         """Run one step; returns an output for every request that something happened to, in the kind
         that it wants.
 
@@ -204,22 +193,16 @@ class Engine(ServedModel, StepLoop):
     def _end_interrupted(self) -> None:
         """The requests' last outputs are those of `take_lost`."""
         super()._end_interrupted()
-        self._lost += [
-            *self._outputs.end_all(),
-            *(beam_output(state, self.tokenizer) for state in self._beams.values()),
-        ]
-        self._beams.clear()
+        self._lost += self._outputs.end_all()
         for request_id in list(self._processors):
             self._forget_processors(request_id)
 
-    def _deliver(self, progress: list[Progress]) -> list[Output]:
-        outputs: list[Output] = list(self._outputs.process(progress))
+    def _deliver(self, progress: list[Progress]) -> list[RequestOutput]:
+        outputs = self._outputs.process(progress)
         for sequence, token_id, _ in progress:
             request_id = sequence.request.request_id
             if token_id is None and sequence.request.is_finished:
                 self._forget_processors(request_id)
-                if request_id in self._beams:
-                    outputs.append(beam_output(self._beams.pop(request_id), self.tokenizer))
                 sequence.request.release()
         return outputs
 

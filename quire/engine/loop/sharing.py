@@ -13,14 +13,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.beam_params import BeamSearchParams
+from quire.core.params import SamplingParams
 from quire.engine.front.adapters import ChosenAdapter
+from quire.engine.front.beam_output import beam_output
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.front.prompts import Prompt
-from quire.engine.loop.engine import Engine, Output
+from quire.engine.loop.engine import Engine
 from quire.errors import EngineError
 from quire.lora.request import LoRARequest
+
+Output = RequestOutput | BeamSearchOutput
 
 
 class SharedEngine:
@@ -85,12 +89,12 @@ class SharedEngine:
         self._deliver(self._engine.step())
         self._engine.settle()
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:
                 owner.receive(output)
-                if is_last(output):
+                if output.finished:
                     del self._owners[output.request_id]
 
 
@@ -102,6 +106,8 @@ class Session:
         self._ready: list[Output] = []
         self._open: dict[str, LoRARequest | None] = {}
         """Requests without a last output, with what they are answered with besides the model."""
+        self._beams: dict[str, BeamSearchParams] = {}
+        """Of those of them that are for beams."""
 
     @property
     def num_unfinished(self) -> int:
@@ -125,7 +131,7 @@ class Session:
                 engine.add_request(
                     request_id,
                     prompt,
-                    params,
+                    params.as_sampling() if isinstance(params, BeamSearchParams) else params,
                     adapter=None if adapter is None else adapter.version,
                     priority=priority,
                 )
@@ -134,6 +140,8 @@ class Session:
                     self._shared.forget(request_id, self)
                 raise
             self._open[request_id] = None if adapter is None else adapter.request
+            if isinstance(params, BeamSearchParams):
+                self._beams[request_id] = params
         return request_id
 
     def step(self) -> list[Output]:
@@ -159,16 +167,18 @@ class Session:
             request = self._open.pop(request_id)
             self._shared.forget(request_id, self)
             output = engine.abort(request_id)
-        if isinstance(output, RequestOutput):
-            output.name_adapter(request)
+        beams = self._beams.pop(request_id, None)
+        if output is None or beams is not None:
+            return None
+        output.name_adapter(request)
         return output
 
-    def receive(self, output: Output) -> None:
+    def receive(self, output: RequestOutput) -> None:
         """Take an output that a step made. The engine is held."""
-        if isinstance(output, RequestOutput):
-            output.name_adapter(self._open.get(output.request_id))
-        self._ready.append(output)
-        if is_last(output):
+        output.name_adapter(self._open.get(output.request_id))
+        beams = self._beams.pop(output.request_id, None)
+        self._ready.append(output if beams is None else beam_output(output, beams))
+        if output.finished:
             self._open.pop(output.request_id, None)
 
 

@@ -110,6 +110,7 @@ class JournalEntry:
             (sequence, token_id, record)
             for token_id, record in zip(delta.token_ids, records, strict=True)
         ]
+        sequence.cumulative_logprob += delta.cumulative_logprob
         for record in delta.logprobs:
             sequence.cumulative_logprob += record.logprob
         if delta.finish_reason is not None:

@@ -22,7 +22,7 @@ from quire.engine.loop.cache import CachedTokens, CacheQuestion, Cleared
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"
@@ -203,6 +203,8 @@ class TokenDelta(_TaggedMessage, frozen=True, array_like=True):
     """With the first token and at the end."""
     pooled: bytes = b""
     """At the end of a request for vectors."""
+    cumulative_logprob: float = 0.0
+    """Of a sequence whose tokens come at once."""
 
 
 class StepDeltas(_TaggedMessage, frozen=True):

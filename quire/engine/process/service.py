@@ -266,6 +266,7 @@ def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDe
         error=request.error,
         prompt_logprobs=tuple(request.prompt_logprobs) if is_first and sequence.index == 0 else (),
         pooled=request.pooled if has_ended else b"",
+        cumulative_logprob=sequence.cumulative_logprob if request.comes_at_once else 0.0,
         served=ServeStats(
             metrics.first_scheduled_s,
             metrics.num_prefix_hit_tokens,

@@ -2,9 +2,9 @@
 the outputs that have come from them.
 
 For programs it is an `Engine`, for one thread at a time. A replica that dies or freezes is replaced
-by its supervisor, and its requests go on; nothing of that is seen here. What would need the
-scheduler or the worker in this process (logits processors, beam search) is refused. To sleep, to
-compute with other weights and to forget what is cached are commands to all replicas.
+by its supervisor, and its requests go on; nothing of that is seen here. What would need the worker
+in this process (logits processors) is refused. To sleep, to compute with other weights and to
+forget what is cached are commands to all replicas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from quire.common.residence import PARTS, WEIGHTS
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.params import SamplingParams
 from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.client import EngineStatus, Seen
@@ -29,7 +29,7 @@ from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.served_model import ServedModel
 from quire.engine.front.streams import Caller
 from quire.engine.loop.cache import ClearCache
-from quire.engine.loop.engine import Engine, Output
+from quire.engine.loop.engine import Engine
 from quire.engine.process.link import lasting_model_name
 from quire.engine.process.messages import AskCache, Done, Sleep, UpdateWeights, WakeUp
 from quire.engine.replicas.commands import Commands, failure_of, failure_of_any
@@ -65,7 +65,7 @@ class ReplicatedEngine(Engine):
         self.asleep = ()
         self._inbox = Inbox()
         self._open: dict[str, _Sink] = {}
-        self._ready: list[Output] = []
+        self._ready: list[RequestOutput] = []
         self.is_closed = False
         link = link_to(prepared, **launch_options)
         assert isinstance(link, Replicas), "one engine runs in this process"
@@ -101,17 +101,12 @@ class ReplicatedEngine(Engine):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | Digest,
+        params: SamplingParams | Digest,
         *,
         adapter: Adapter | None = None,
         priority: int = 0,
     ) -> None:
         """See `Engine.add_request`."""
-        if isinstance(params, BeamSearchParams):
-            raise InvalidParameterError(
-                "beam search is not available with data_parallel_size above 1; use one engine",
-                param="params",
-            )
         digest = params if isinstance(params, Digest) else self.digest(params)
         if digest.params.logits_processors:
             raise InvalidParameterError(
@@ -260,14 +255,14 @@ class ReplicatedEngine(Engine):
         """Whether `step` has anything to wait for."""
         return self.has_work
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOutput]:
         """Return what has come from the replicas, after a moment's wait where that is nothing."""
         if not self._ready:
             self._inbox.run(_WAIT_S)
         ready, self._ready = self._ready, []
         return ready
 
-    def take_lost(self) -> list[Output]:
+    def take_lost(self) -> list[RequestOutput]:
         """Return nothing: an interrupted wait loses no request."""
         return []
 

@@ -245,7 +245,7 @@ def test_beams_and_processors_go_without_guesses(caplog: pytest.LogCaptureFixtur
     scheduler = Scheduler(SchedulerLimits(64), look_ahead=Speculator(Fixed(7), 8))
     executor = NullExecutor(256, 64, 16)
     for name in ("a", "b"):
-        beam = BeamSettings(2, 5)
+        beam = BeamSettings(2)
         scheduler.add(
             RequestSpec(request_id=name, prompt_token_ids=(1, 2), max_tokens=5, beam=beam)
         )

@@ -14,7 +14,7 @@ from cycles import no_cycles_of
 from relay import Relay
 
 from quire.config.engine import EngineConfig
-from quire.core.params import RequestOutputKind, SamplingParams, ThinkTags
+from quire.core.params import BeamRules, RequestOutputKind, SamplingParams, ThinkTags
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord
 from quire.engine.assembly.preparation import prepare_model
 from quire.engine.front.outputs import RequestOutput
@@ -197,6 +197,35 @@ def test_an_aborted_request_ends_with_what_it_has_and_frees_its_engine(
     assert not relay.journal.entries
     relay.step()
     assert not relay.service.has_work
+
+
+def test_beams_are_told_at_the_end_and_found_again_by_another_engine(
+    make_relay: MakeRelay, make_engine: MakeEngine
+) -> None:
+    def search(relay: Relay) -> list[RequestOutput]:
+        relay.add(
+            "b", [5, 9, 7] * 8, SamplingParams(n=3, max_tokens=10, beam_search=BeamRules(2.0))
+        )
+        relay.add(*_request("beside", "hot", 20, max_tokens=30))
+        return relay.outputs.setdefault("b", [])
+
+    relay, broken = make_relay(), make_relay()
+    search(relay), search(broken)
+    relay.run()
+    for _ in range(6):
+        broken.step()
+    assert "b" not in broken.outputs or not broken.outputs["b"]
+    broken.replace_engine()
+    broken.run()
+    [undisturbed], [found] = relay.outputs["b"], broken.outputs["b"]
+    assert undisturbed.outputs == found.outputs and len(found.outputs) == 3
+    assert relay.outputs["beside"][-1].outputs == broken.outputs["beside"][-1].outputs
+    engine = make_engine(tokenizer="quire-storyteller")
+    params = SamplingParams(n=3, max_tokens=10, beam_search=BeamRules(2.0))
+    engine.add_request("b", {"prompt_token_ids": [5, 9, 7] * 8}, params)
+    outputs = [each for _ in range(40) if engine.has_work for each in engine.step()]
+    assert [each.outputs for each in outputs] == [found.outputs]
+    assert all(each.drafted == () for each in found.outputs)
 
 
 def test_what_a_lost_request_had_is_not_delivered_twice(make_relay: MakeRelay) -> None:

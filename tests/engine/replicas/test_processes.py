@@ -170,8 +170,6 @@ def test_requests_are_aborted_and_what_cannot_travel_is_refused(tiny_config: Pat
         assert output is not None and output.finished
         assert output.outputs[0].finish_reason == "abort" and not engine.has_work
         assert engine.abort("a") is None
-        with pytest.raises(InvalidParameterError, match="beam search is not available"):
-            engine.add_request("b", prompt, BeamSearchParams(beam_width=2, max_tokens=3))
         with pytest.raises(InvalidParameterError, match="logits_processors are functions"):
             engine.add_request("b", prompt, SamplingParams(logits_processors=[lambda *a: a[-1]]))
         assert engine.reset_prefix_cache()
@@ -198,6 +196,7 @@ def test_a_replica_that_cannot_be_built_is_said_at_once(tiny_config: Path) -> No
 def test_programs_get_the_answers_of_one_engine() -> None:
     prompts = ["Once upon a time", "The king", "A dog ran", "Once upon a time there was"]
     params = [SamplingParams(max_tokens=24, seed=place, logprobs=2) for place in range(4)]
+    beams = BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5)
     options: dict[str, Any] = {"kv_cache_memory": "8MiB", "num_threads": 1}
 
     async def stream(llm: AsyncLLM, place: int) -> tuple[str, list[int]]:
@@ -216,12 +215,16 @@ def test_programs_get_the_answers_of_one_engine() -> None:
 
     with LLM("quire-storyteller", **options) as llm:
         alone = llm.generate(prompts, params, use_tqdm=False)
+        beams_alone = llm.beam_search(prompts, beams)
     with LLM("quire-storyteller", data_parallel_size=2, **options) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
         assert llm.get_world_size() == 2
+        beams_together = llm.beam_search(prompts, beams)
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].text == other.outputs[0].text
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    for found, other_found in zip(beams_alone, beams_together, strict=True):
+        assert found.sequences == other_found.sequences and len(found.sequences) == 3
     expected = [(each.outputs[0].text, list(each.outputs[0].token_ids)) for each in alone]
     assert asyncio.run(scenario()) == expected
 

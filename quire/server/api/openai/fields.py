@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.core.params import LogprobsMode, SamplingParams
+from quire.core.params import BeamRules, LogprobsMode, SamplingParams
 from quire.engine.front.client import ModelInfo
 from quire.server.api.retention import Retention
 from quire.server.http.errors import bad_request, unavailable_feature
@@ -25,6 +25,7 @@ MAX_STOPS = 4
 MAX_STOP_LEN = 1024
 MAX_LOGIT_BIASES = 2048
 MAX_LIST = 4096
+MAX_BEAM_STOPS = 16
 MAX_LOGIT_BIAS = 100.0
 MAX_NAMED = 32
 """Of several wrong keys, how many a message names."""
@@ -68,11 +69,11 @@ UNAVAILABLE: Mapping[str, str] = {
     "return_weight_versions": (
         "every answer names its weights (x-quire-weight-version; timings where they changed)"
     ),
-    "use_beam_search": "beam search is available in Python (LLM.beam_search), not over HTTP",
     "logits_processors": "code is never taken from a request",
 }
 NO_EFFECT = "this has no effect here"
-HINTS = ("store", "prediction", "verbosity", "length_penalty", "early_stopping", "session_id")
+_BEAM_RULES = ("length_penalty", "early_stopping")
+HINTS = ("store", "prediction", "verbosity", *_BEAM_RULES, "session_id")
 """Ignored, and named in a response header; `user`,
 `metadata` and similar fields have no effect and are not."""
 
@@ -159,7 +160,6 @@ class SamplingFields(CommonFields, kw_only=True):
     watermarking: Any = None
     return_token_offsets: Any = None
     return_weight_versions: Any = None
-    use_beam_search: Any = None
     logits_processors: Any = None
 
     user: Any = None
@@ -173,8 +173,10 @@ class SamplingFields(CommonFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     session_id: Any = None
     verbosity: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
+    use_beam_search: bool | None = None
+    """The `n` best beams in place of samples; the next two are for them."""
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 def check_fields(request: SamplingFields, *, exempt: frozenset[str] = frozenset()) -> None:
@@ -189,6 +191,8 @@ def check_fields(request: SamplingFields, *, exempt: frozenset[str] = frozenset(
             "kv_transfer_params: do_remote_decode is answered in one piece; leave stream out",
             param="kv_transfer_params",
         )
+    if request.use_beam_search:
+        _check_beams(request)
     check_common(request)
 
 
@@ -199,6 +203,21 @@ def check_common(request: CommonFields) -> None:
         _check_logit_bias(request.logit_bias)
 
 
+def _check_beams(request: SamplingFields) -> None:
+    if request.stream:
+        raise bad_request(
+            "use_beam_search: beams are known at the end only; not with stream=true",
+            param="use_beam_search",
+        )
+    num_stops = len(request.stop_token_ids or ())
+    if num_stops > MAX_BEAM_STOPS:  # for each, a step looks at as many more candidates
+        raise bad_request(
+            f"stop_token_ids: {num_stops} are given, and at most {MAX_BEAM_STOPS} are allowed with "
+            "use_beam_search",
+            param="stop_token_ids",
+        )
+
+
 def asks_for_something(value: object) -> bool:
     """Return whether the value of an optional field is more than a way of leaving it out."""
     return value is not False and value not in (None, "", [], {})
@@ -206,7 +225,10 @@ def asks_for_something(value: object) -> bool:
 
 def ignored_hints(request: SamplingFields) -> list[str]:
     """Hints that the request gives and that have no effect here, for `Call.ignore`."""
-    return [name for name in HINTS if asks_for_something(getattr(request, name))]
+    used = _BEAM_RULES if request.use_beam_search else ()
+    return [
+        name for name in HINTS if name not in used and asks_for_something(getattr(request, name))
+    ]
 
 
 def _check_stops(stop: str | list[str] | None) -> None:
@@ -263,9 +285,14 @@ def sampling_params(
     """Return the engine's parameters: what the request says, else what the model's
     `generation_config.json` says, else the default.
 
-    `given` are parameters that the kinds of request name differently; they win.
+    `given` are parameters that the kinds of request name differently; they win. Beams are ranked by
+    the model's own probabilities, so that defaults, which are for samples, do not concern them.
     """
     values = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    if getattr(request, "use_beam_search", None):
+        rules = {name: getattr(request, name) for name in _BEAM_RULES}
+        set_rules = {name: value for name, value in rules.items() if value is not None}
+        values = {"beam_search": BeamRules(**set_rules)}
     for name in _PASSED_ON:
         value = getattr(request, name, None)
         if value is not None:
