@@ -147,7 +147,7 @@ class ApiConfig:
                     f"{' or '.join(map(repr, choices))}"
                 )
             if isinstance(item.default, int | float) and not isinstance(item.default, bool):
-                _check_number(item.name, value, is_whole=isinstance(item.default, int))
+                check_number(item.name, value, is_whole=isinstance(item.default, int))
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"root_path={self.root_path!r} must begin with a slash and not end with one"
@@ -188,9 +188,13 @@ def _check_origin(origin: str) -> None:
     )
 
 
-def _check_number(name: str, value: object, *, is_whole: bool) -> None:
+def check_number(name: str, value: object, *, is_whole: bool, may_be_0: bool = False) -> None:
+    """Raise ConfigError for what is no size, count or time: nan, one without an end, a text."""
     kinds: tuple[type, ...] = (int,) if is_whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**53:  # type: ignore[operator]
-        raise ConfigError(
-            f"{name}={value!r} must be {'an integer' if is_whole else 'a number'} above 0"
-        )
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if is_number and (0 < value < 2**53 or (may_be_0 and value == 0)):  # type: ignore[operator]
+        return
+    least = "of at least 0" if may_be_0 else "above 0"
+    raise ConfigError(
+        f"{name}={value!r} must be {'an integer' if is_whole else 'a number'} {least}"
+    )

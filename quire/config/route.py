@@ -3,12 +3,14 @@ as in `ApiConfig`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire.config.api import ApiConfig
+from quire.config.api import ApiConfig, check_number
 from quire.errors import ConfigError
 
+_MAY_BE_0 = ("port", "max_retries", "drain_timeout", "prefill_min_bytes")
 ROUTING_POLICIES = ("kv-aware", "prefix-aware", "session", "least-load", "round-robin")
 
 
@@ -106,14 +108,16 @@ class RouteConfig:
             names = ", ".join(ROUTING_POLICIES)
             raise ConfigError(f"policy={self.policy!r} is not available; choose one of {names}")
         for item in fields(self):
-            value = getattr(self, item.name)
-            is_number = isinstance(item.default, int | float) and not isinstance(item.default, bool)
-            least = 0 if item.name in ("port", "max_retries", "drain_timeout") else None
-            if is_number and not (value > 0 if least is None else value >= least):
-                raise ConfigError(f"{item.name}={value!r} must be a number above 0")
+            if isinstance(item.default, int | float) and not isinstance(item.default, bool):
+                check_number(
+                    item.name,
+                    getattr(self, item.name),
+                    is_whole=isinstance(item.default, int),
+                    may_be_0=item.name in _MAY_BE_0,
+                )
         if self.port > 65535:
             raise ConfigError(f"port={self.port} must be from 0 to 65535")
-        if self.load_factor is not None and self.load_factor < 1:
+        if self.load_factor is not None and not 1 <= self.load_factor < math.inf:
             raise ConfigError(
                 f"load_factor={self.load_factor} must be at least 1: not all back ends can have "
                 "less than the mean"

@@ -442,11 +442,27 @@ def test_metrics_tell_of_each_back_end() -> None:
         {"port": 70000},
         {"health_path": "x"},
         {"silence_timeout_s": 0},
+        {"silence_timeout_s": float("inf")},
+        {"health_interval_s": float("nan")},
+        {"load_factor": float("nan")},
+        {"load_factor": float("inf")},
+        {"chunk_bytes": 512.5},
+        {"memory_chunks": True},
+        {"max_in_flight": "9"},
+        {"port": -1},
+        {"max_retries": -1},
     ],
 )
 def test_options_that_cannot_work_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=f"^{next(iter(options))}="):
         RouteConfig(**options)
+
+
+@pytest.mark.parametrize("name", ["port", "max_retries", "drain_timeout", "prefill_min_bytes"])
+def test_options_that_may_be_nothing(name: str) -> None:
+    assert getattr(RouteConfig(**{name: 0}), name) == 0  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{name}=-1 must be a.* of at least 0$"):
+        RouteConfig(**{name: -1})  # type: ignore[arg-type]
 
 
 def test_the_test_client_can_tell_a_broken_answer() -> None:
