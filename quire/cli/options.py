@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from quire.common.json_text import read_json
 from quire.config.engine import EngineConfig
 from quire.config.foreign import OTHER_VALUES
 from quire.core.params import GENERATION_CONFIG_KEYS, SamplingParams
@@ -27,7 +27,7 @@ _METAVARS = {"int": "N", "float": "X", "str": "NAME", _DICT: "JSON"}
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from quire.common.json_text import RepeatedKeyError, read_json
 from quire.errors import ConfigError
 
 SHORT_NAMES = {
@@ -88,6 +89,8 @@ def _put(given: dict[str, Any], path: str, value: Any, word: str) -> None:
 
 def _read(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text)
+    except RepeatedKeyError as error:
+        raise ConfigError(f"{text}: {error}") from None
     except ValueError:
         return text

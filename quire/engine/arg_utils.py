@@ -9,11 +9,11 @@ judged here but the form.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from quire.common.json_text import RepeatedKeyError, read_json
 from quire.config.engine import EngineConfig
 from quire.config.foreign import FOREIGN_OPTIONS, ForeignOption, read_length
 from quire.errors import ConfigError
@@ -197,6 +197,8 @@ def read_length_option(text: str) -> int | str:
 def _value(text: str) -> Any:
     """JSON where it is JSON, else text."""
     try:
-        return json.loads(text)
+        return read_json(text)
+    except RepeatedKeyError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     except ValueError:
         return text

@@ -115,6 +115,7 @@ def test_keys_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--url", "x", "--num-requests", "0"], "--num-requests must be at least 1"),
         (["--url", "x", "--goodput", "speed:1"], "is no objective"),
         (["--url", "x", "--extra-body", "[]"], "must be a JSON object"),
+        (["--url", "x", "--extra-body", '{"a": 1, "a": 2}'], "comes twice"),
         (["--url", "x", "--extra-body", "{"], "not valid JSON"),
         (["--url", "x", "--end-rate", "2"], "--end-rate needs --request-rate"),
         (["--url", "x", "--request-rate", "-2"], "must be above 0"),

@@ -95,6 +95,25 @@ def test_options_of_the_server(words: list[str], options: dict[str, Any]) -> Non
     assert _served("m", *words)[1] == ApiConfig(**options)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speculative-config", '{"method": "ngram", "method": "suffix"}'],
+        ["--speculative-config.extra", '{"a": [{"b": 1, "b": 1}]}'],
+        ["--override-generation-config", '{"top_k": 1, "top_k": 2}'],
+        ["--rope-scaling", '{"factor": 1, "factor": 2}'],
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="comes twice in one object"):
+        _served("m", *words)
+
+
+def test_json_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        _served("m", "--speculative-config", '{"a":' * 20000)
+
+
 def test_keys_are_taken_as_they_stand() -> None:
     given = ["12345678", "sk-abc==", "tenant=sk-abcdef"]
     for words in ([f"--api-key={key}" for key in given], ["m", "--api-key", *given]):

@@ -16,6 +16,7 @@ from quire.cli.bench.common import length_range
 from quire.cli.output_file import open_output
 from quire.cli.parser import UsageError
 from quire.common.http_client import key_headers, server_root
+from quire.common.json_text import read_json
 
 if TYPE_CHECKING:
     from quire.bench.serving.arrivals import Arrivals
@@ -251,8 +252,8 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        body = read_json(text)
+    except ValueError as error:
         raise UsageError(f"--extra-body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise UsageError("--extra-body must be a JSON object")
