@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.cli.main import main
+from quire.config.engine import EngineConfig
+from quire.engine.assembly.model_files import find_model
 
 
 def _answer(model: str, **options: Any) -> list[tuple[int, float]]:
@@ -31,3 +34,36 @@ def test_a_written_checkpoint_computes_what_quantizing_at_load_computes(
     written = _answer(str(folder))
     assert written == _answer("quire-storyteller", quantization=form)
     assert written != _answer("quire-storyteller")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to a folder", "link to nothing"])
+def test_a_folder_that_is_there_is_written_into(kind: str, tmp_path: Path) -> None:
+    """It may be mounted, and cannot be replaced by another then."""
+    target, named = tmp_path / "target", tmp_path / "named"
+    if kind == "folder":
+        target = named
+    else:
+        named.symlink_to(target)
+    if kind != "link to nothing":
+        target.mkdir()
+    before = os.stat(target).st_ino if target.exists() else None
+    assert main(["quantize", "quire-storyteller", "--to", "int8", "-o", str(named)]) == 0
+    assert before in (None, os.stat(target).st_ino) and named.is_symlink() == (kind != "folder")
+    assert find_model(EngineConfig(model=str(named))).config["quantization_config"]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, said in (
+        ("full", "exists already"), ("full/a", "exists already"),
+        ("full/a/b", "cannot be written"), ("loop", "cannot be written"),
+        ("x" * 300, "cannot be written"),
+    ):  # fmt: skip
+        output = tmp_path / name
+        assert main(["quantize", "quire-storyteller", "--to", "int8", "-o", str(output)]) == 2
+        assert f"{output} {said}" in capsys.readouterr().err

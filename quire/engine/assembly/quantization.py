@@ -7,6 +7,7 @@ nothing incomplete is ever found under the output's name.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ _NOT_COPIED = ("config.json", "*.safetensors.index.json")
 
 
 def quantize_model(model: str, recipe: Recipe, output: Path) -> None:
-    """Write the floating-point `model`, quantized, as the new folder `output`.
+    """Write the floating-point `model`, quantized, as the new, or empty, folder `output`.
 
     Raises ConfigError for a model that is quantized already or an output that exists,
     CheckpointError for weights that cannot be read or files that cannot be written.
@@ -38,17 +39,28 @@ def quantize_model(model: str, recipe: Recipe, output: Path) -> None:
             f"model={model!r} is quantized already, or a GGUF file; give a folder of "
             "floating-point weights"
         )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists already; name a new folder")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
+        target = Path(os.path.realpath(output))  # a link stays one
+        is_there = target.exists()
+        if is_there and (not target.is_dir() or any(target.iterdir())):
+            raise ConfigError(f"{output} exists already; name a new folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = target if is_there else target.parent  # a mounted folder cannot be replaced
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=place) as temporary:
             made = Path(temporary) / "model"
             made.mkdir()
             _write(files, recipe, made)
-            made.rename(output)
+            if not is_there:
+                made.rename(target)
+            for path in sorted(made.iterdir(), key=_comes_last) if is_there else ():
+                path.rename(target / path.name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{output} cannot be written: {error}") from error
+
+
+def _comes_last(path: Path) -> bool:
+    """A folder without its config is no model yet."""
+    return path.name == "config.json"
 
 
 def _write(files: ModelFiles, recipe: Recipe, folder: Path) -> None:
