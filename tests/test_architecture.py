@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from code_in_data import CodeInDataError
-from syntax import statements
+from modules import Module
 from timing import timed
 
 ROOT = Path(__file__).parent.parent
@@ -232,35 +232,20 @@ def _package(module: str) -> str:
 
 
 @functools.cache
-def _trees() -> dict[str, ast.Module]:
-    return {
-        _name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in _files()
-    }
+def _modules() -> dict[str, Module]:
+    return {_name(path): Module.read(path) for path in _files()}
 
 
 def _imports(module: str) -> Iterator[str]:
     """Every module that `module` imports, whether under TYPE_CHECKING, inside a function,
     or at the top."""
-    for node in statements(_trees()[module]):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
-            base = node.module or ""
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                yield full if full in _trees() or alias.name in COMPILED else base
+    for base, name in _modules()[module].imports:
+        full = f"{base}.{name}"
+        yield full if name and (full in _modules() or name in COMPILED) else base
 
 
 def _quire_imports(module: str) -> Iterator[str]:
     return (name for name in _imports(module) if name == "quire" or name.startswith("quire."))
-
-
-def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for module, tree in _trees().items():
-        for node in statements(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield module, node
 
 
 def test_the_scan_sees_the_package() -> None:
@@ -269,12 +254,12 @@ def test_the_scan_sees_the_package() -> None:
         "quire.core.plan",
         "quire.core.scheduler.scheduler",
         "quire.executor.null",
-    } <= set(_trees())
+    } <= set(_modules())
     assert "quire.core.plan" in set(_imports("quire.core.scheduler.scheduler"))
 
 
 def test_r1_leaves_import_only_the_standard_library() -> None:
-    for module in _trees():
+    for module in _modules():
         if _package(module) in LEAVES:
             for name in _imports(module):
                 top = name.split(".")[0]
@@ -283,7 +268,7 @@ def test_r1_leaves_import_only_the_standard_library() -> None:
 
 
 def test_r2_core_imports_only_leaves_and_knows_no_device_clock_or_chance() -> None:
-    for module in _trees():
+    for module in _modules():
         if _package(module) == "core":
             for name in _imports(module):
                 top = name.split(".")[0]
@@ -294,7 +279,7 @@ def test_r2_core_imports_only_leaves_and_knows_no_device_clock_or_chance() -> No
 
 
 def test_r3_to_r6_packages_import_downward_only() -> None:
-    for module in _trees():
+    for module in _modules():
         package = _package(module)
         if package in PROGRAMS | ASSEMBLIES | LEAVES:
             continue
@@ -314,7 +299,7 @@ def test_the_picture_itself_has_no_cycle() -> None:
 
 
 def test_r4_only_the_plan_crosses_the_seam() -> None:
-    for module in _trees():
+    for module in _modules():
         if _package(module) in DATA_PLANE:
             for name in _quire_imports(module):
                 if _package(name) == "core":
@@ -324,7 +309,7 @@ def test_r4_only_the_plan_crosses_the_seam() -> None:
 
 
 def test_r5_only_the_engine_and_programs_that_stand_for_it_know_both_planes() -> None:
-    for module in _trees():
+    for module in _modules():
         package = _package(module)
         targets = {name for name in _quire_imports(module)}
         knows_control = any(name.startswith("quire.core.scheduler") for name in targets)
@@ -335,7 +320,7 @@ def test_r5_only_the_engine_and_programs_that_stand_for_it_know_both_planes() ->
 
 
 def test_r6_the_server_imports_no_torch_and_nothing_imports_programs() -> None:
-    for module in _trees():
+    for module in _modules():
         package = _package(module)
         if package in {"server", "router"}:
             assert not [name for name in _imports(module) if name.split(".")[0] == "torch"], (
@@ -351,13 +336,10 @@ def _words(module: str, classes: set[str]) -> set[str]:
     in the singular."""
     source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
     if classes:
-        found = [
-            node
-            for node in _trees()[module].body
-            if isinstance(node, ast.ClassDef) and node.name in classes
-        ]
-        assert {node.name for node in found} == classes
-        source = "\n".join(ast.get_source_segment(source, node) or "" for node in found)
+        lines = source.splitlines()
+        found = [each for each in _modules()[module].classes if each.name in classes]
+        assert {each.name for each in found} == classes
+        source = "\n".join(line for each in found for line in lines[each.start - 1 : each.end])
     return {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", source)}
 
 
@@ -376,8 +358,8 @@ def test_r7_the_scan_for_features_can_fail() -> None:
 
 def test_r8_there_are_no_import_cycles() -> None:
     graph = {
-        module: {name for name in _quire_imports(module) if name in _trees()} - {module}
-        for module in _trees()
+        module: {name for name in _quire_imports(module) if name in _modules()} - {module}
+        for module in _modules()
     }
     done: set[str] = set()
 
@@ -395,10 +377,10 @@ def test_r8_there_are_no_import_cycles() -> None:
 def _public_classes() -> dict[str, set[str]]:
     """The modules that define each public class name."""
     found: dict[str, set[str]] = {}
-    for module, tree in _trees().items():
-        for node in statements(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, set()).add(module)
+    for module, facts in _modules().items():
+        for each in facts.classes:
+            if not each.name.startswith("_"):
+                found.setdefault(each.name, set()).add(module)
     return found
 
 
@@ -408,19 +390,13 @@ def test_r9_no_two_public_classes_share_a_name() -> None:
 
 
 def test_t01_nothing_that_runs_code_from_data() -> None:
-    for module, tree in _trees().items():
+    for module, facts in _modules().items():
         for name in _imports(module):
             assert name.split(".")[0] not in FORBIDDEN_MODULES, f"{module} imports {name}"
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in FORBIDDEN_CALLS, (
-                    f"{module}:{node.lineno} calls {node.func.id}"
-                )
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                pair = (node.value.id, node.attr)
-                assert pair not in FORBIDDEN_ATTRIBUTES, (
-                    f"{module}:{node.lineno} uses {'.'.join(pair)}"
-                )
+        for name, line in facts.calls:
+            assert name not in FORBIDDEN_CALLS, f"{module}:{line} calls {name}"
+        for owner, name, line in facts.attributes:
+            assert (owner, name) not in FORBIDDEN_ATTRIBUTES, f"{module}:{line} uses {owner}.{name}"
 
 
 def test_t01_the_suite_would_notice_unpickling() -> None:
@@ -435,20 +411,21 @@ def test_t01_the_suite_would_notice_unpickling() -> None:
 
 @pytest.mark.parametrize("source", ["import pickle", "eval('1')", "torch.load('x')"])
 def test_the_scan_for_code_in_data_can_fail(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trees = {"quire.bad": ast.parse(source)}
-    monkeypatch.setattr(sys.modules[__name__], "_trees", lambda: trees)
+    modules = {"quire.bad": Module.of(ast.parse(source))}
+    monkeypatch.setattr(sys.modules[__name__], "_modules", lambda: modules)
     with pytest.raises(AssertionError, match=r"quire\.bad"):
         test_t01_nothing_that_runs_code_from_data()
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [module for module, tree in _trees().items() if not ast.get_docstring(tree)] == []
+    assert [module for module, facts in _modules().items() if not facts.has_docstring] == []
 
 
 def test_functions_are_short() -> None:
     lengths = {
-        f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for module, node in _functions()
+        f"{module}.{each.name}": each.end - each.start + 1
+        for module, facts in _modules().items()
+        for each in facts.functions
     }
     too_long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
     assert not too_long, f"lines, of {MAX_FUNCTION_LINES} that are allowed: {too_long}"
@@ -487,14 +464,13 @@ def test_packages_do_not_grow_unnoticed() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    counts = []
-    for _, node in _functions():
-        if any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
-            # a kernel's parameters are its launch: pointers, sizes, strides, compile-time constants
-            continue
-        arguments = node.args
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        counts.append(len([name for name in names if name not in ("self", "cls")]))
+    counts = [
+        each.num_parameters
+        for facts in _modules().values()
+        for each in facts.functions
+        # a kernel's parameters are its launch: pointers, sizes, strides, compile-time constants
+        if not each.is_kernel
+    ]
     mean = sum(counts) / len(counts)
     assert mean <= MAX_MEAN_PARAMETERS, f"{mean:.2f} parameters per function"
 

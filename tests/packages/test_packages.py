@@ -3,18 +3,17 @@ nothing else."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from syntax import statements
+from modules import Module
 
 from tools import check_package
 
@@ -74,19 +73,11 @@ def _imports() -> dict[str, set[str]]:
     """Modules from outside that the package imports anywhere, with the files that do."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "quire").rglob("*.py")):
-        for name in _imported(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, _ in Module.read(path).imports:
             top = name.partition(".")[0]
             if top not in sys.stdlib_module_names and top != "quire":
                 found.setdefault(top, set()).add(str(path.relative_to(ROOT / "quire")))
     return found
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in statements(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
 
 
 @pytest.mark.slow
