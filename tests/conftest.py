@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 
 import hypothesis
 import pytest
@@ -18,6 +21,7 @@ from code_in_data import watch
 from suites import mark_slow
 
 from quire.bench.limits import torch_multiplies_bfloat16
+from quire.text.sandbox import TemplateEnvironment
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 
@@ -93,6 +97,11 @@ def pytest_collection_finish() -> None:
     many tests ask for one, and pytest for five at the end."""
     gc.enable()
     gc.freeze()
+    # pytest gives each of the 40 loggers of torch that do not propagate two handlers in each of a
+    # test's three phases, and takes them back.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     # The interpreter's last collection finds everything: the native extension reports what is left.
     atexit.register(gc.unfreeze)
     _FROZEN.append(len(sys.modules))
@@ -152,6 +161,27 @@ def _shipped_tokenizer() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "from_folder", from_folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_templates() -> Iterator[None]:
+    """Compile each chat template once in a process: hundreds of servers have that of the shipped
+    model. All that the code knows of its environment is the list of the template's literals."""
+    compile_anew = TemplateEnvironment.compile
+
+    @lru_cache(maxsize=64)
+    def compile_source(source: str) -> tuple[CodeType, list[str]]:
+        environment = TemplateEnvironment(str)
+        return compile_anew(environment, source), environment.literals
+
+    def compile_once(environment: TemplateEnvironment, source: str) -> CodeType:
+        code, literals = compile_source(source)
+        environment.literals[:] = literals
+        return code
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TemplateEnvironment, "compile", compile_once)
         yield
 
 

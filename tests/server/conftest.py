@@ -4,7 +4,8 @@ clients on them."""
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -20,23 +21,27 @@ vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
     dict.fromkeys(("connect", "read", "write", "pool"), 60.0)
 )
 
-_create_ssl_context = httpx.create_ssl_context
+
+def _with_usual_ssl_context(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    usual = cache(create)
+
+    def make(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        """Read the certificates of all authorities once, and not for each client, which takes
+        longer than most tests."""
+        if verify is True and cert is None and trust_env:
+            return usual()
+        return create(verify=verify, cert=cert, trust_env=trust_env)
+
+    return make
 
 
-@cache
-def _usual_ssl_context() -> ssl.SSLContext:
-    return _create_ssl_context()
-
-
-def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-    """Read the certificates of all authorities once, and not for each client, which takes longer
-    than most tests."""
-    if verify is True and cert is None and trust_env:
-        return _usual_ssl_context()
-    return _create_ssl_context(verify=verify, cert=cert, trust_env=trust_env)
-
-
-vars(httpx._transports.default)["create_ssl_context"] = _ssl_context
+for _name in ("httpx", "httpx2"):  # OpenAI's clients are on the latter, or on both
+    if _name not in sys.modules:
+        continue
+    _transports = sys.modules[f"{_name}._transports.default"]
+    vars(_transports)["create_ssl_context"] = _with_usual_ssl_context(
+        _transports.create_ssl_context
+    )
 
 KEYS = "first=sk-key-of-first,second=sk-key-of-second"
 

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from quick_ends import end_soon
+
 from quire.common.http_client import EventReader, HttpClient, HttpRequest, HttpResponse
 from quire.config.route import RouteConfig
 from quire.router.app import RouterApp
@@ -80,6 +82,6 @@ async def routed(*urls: str, keys: KeyRing | None = None, **options: Any) -> Asy
         async with HttpClient(url, timeout_s=30.0) as client:
             yield Routed(app, url, client, told)
     finally:
-        server.should_exit = True
+        end_soon(server, asyncio.get_running_loop())
         await serving
         listener.close()

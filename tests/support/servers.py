@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import uvicorn
+from quick_ends import end_soon
 
 from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
@@ -27,21 +28,6 @@ from quire.server.http.protocol import uvicorn_config
 from quire.server.quota.tenants import KeyRing, key_ring
 
 MODEL = "quire-storyteller"
-
-
-class _QuickAsyncio:
-    """asyncio as uvicorn's server uses it. It looks for its end every tenth of a second, and again
-    for that of its connections, which takes longer than most tests."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
-
-    @staticmethod
-    async def sleep(delay_s: float) -> None:
-        await asyncio.sleep(delay_s / 20)
-
-
-vars(uvicorn.server)["asyncio"] = _QuickAsyncio()
 
 
 @dataclass(slots=True)
@@ -118,7 +104,7 @@ def serve(
             threading.Event().wait(0.005)
         yield RunningServer(listener.getsockname()[1], loop, client, server)
     finally:
-        server.should_exit = True
+        end_soon(server, loop)
         thread.join(20)
         with contextlib.suppress(RuntimeError):
             loop.run_until_complete(loop.shutdown_asyncgens())
