@@ -93,17 +93,22 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Parse `http://host:port/prefix`; a missing scheme is http. Raises ConfigError."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is not a URL: {error}") from None
         try:
             port = parts.port
         except ValueError:
             raise ConfigError(f"{url!r} has no valid port") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
-        if parts.query or parts.fragment or parts.username:
+        if parts.query or parts.fragment or "@" in parts.netloc:
             raise ConfigError(f"{url!r} must be scheme, host, port and path alone")
         if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:
             raise ConfigError(f"the path of {url!r} holds characters that must be percent-encoded")
+        if port == 0:
+            raise ConfigError(f"{url!r} has port 0, on which no server is")
         is_secure = parts.scheme == "https"
         return cls(
             parts.hostname, port or (443 if is_secure else 80), parts.path.rstrip("/"), is_secure

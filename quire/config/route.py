@@ -4,6 +4,7 @@ as in `ApiConfig`."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from quire.config.api import ApiConfig, check_number
 from quire.errors import ConfigError
 
 _MAY_BE_0 = ("port", "max_retries", "drain_timeout", "prefill_min_bytes")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 ROUTING_POLICIES = ("kv-aware", "prefix-aware", "session", "least-load", "round-robin")
 
 
@@ -122,8 +124,17 @@ class RouteConfig:
                 f"load_factor={self.load_factor} must be at least 1: not all back ends can have "
                 "less than the mean"
             )
-        if not self.health_path.startswith("/"):
-            raise ConfigError(f"health_path={self.health_path!r} must begin with a slash")
+        path = self.health_path
+        if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
+            raise ConfigError(
+                f"health_path={path!r} must begin with a slash, and have other characters than "
+                "those of URLs percent-encoded"
+            )
+        if not _HEADER_NAME.fullmatch(self.session_header):
+            raise ConfigError(
+                f"session_header={self.session_header!r} cannot be the name of a header; give one "
+                "such as x-session-id"
+            )
 
     def api(self) -> ApiConfig:
         """Return the limits of the HTTP front, which is the server's."""

@@ -172,8 +172,8 @@ class _HubProbe:
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
             return
         hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-        url = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or hub)
         with contextlib.suppress(OSError, ValueError):
+            url = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or hub)
             address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
             socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
             self._opened.set()

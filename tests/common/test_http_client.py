@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -298,8 +299,12 @@ def test_urls() -> None:
         "http://x/?q=1",
         "http://me@x",
         "http://x/a b",
+        "http://[::1",
+        "http://[x]",
+        "http://x:0",
+        "http://:@x",
     ):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=re.escape(repr(bad))):
             Address.parse(bad)
 
 
