@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional_packages import require
 from vision_models import (
     GEMMA,
     GEMMA_FRAME,
@@ -28,7 +29,7 @@ from quire.errors import ConfigError, InvalidParameterError, UnsupportedModelErr
 
 torch = pytest.importorskip("torch")
 pillow = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from optional_packages import require
 from vision_models import (
     OWN_SIZES,
     PLACE,
@@ -24,7 +25,7 @@ from quire.errors import ConfigError, InvalidParameterError, UnsupportedModelErr
 
 torch = pytest.importorskip("torch")
 pillow = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from optional_packages import require
 from vision_models import (
     GEMMA_FRAME,
     PLACEHOLDER,
@@ -23,7 +24,7 @@ from quire.errors import QuireError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 quantized = pytest.importorskip("quantized_checkpoints")
 
 OPTIONS: dict[str, Any] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engines import run_all
 from folders import randomize
+from optional_packages import require
 from safetensors.torch import load_file
 
 from quire import LLM
@@ -35,7 +36,7 @@ from quire.tiers import companion
 from tests.engine.conftest import DEVICE
 from tests.engine.test_tiers import answers, stats_of
 
-transformers = pytest.importorskip("transformers")
+require("transformers")
 pytestmark = pytest.mark.skipif(
     not CAN_DISCARD or DEVICE != "cpu", reason="weights cannot be replaced here"
 )
@@ -56,6 +57,7 @@ Make = Callable[..., Engine]
 
 def write(folder: Path, strength: float, **sizes: Any) -> Any:
     """A model folder, and the model that it was saved from."""
+    transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(**{**SIZES, **sizes}, tie_word_embeddings=True)
     model = randomize(transformers.Qwen3ForCausalLM(config))
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from adapters import merged, write_adapter
+from optional_packages import require
 from safetensors.torch import load_file, save_file
 from vision_models import LLAVA, PLACEHOLDER, picture, write_llava
 
@@ -18,7 +19,7 @@ from quire.lora.request import LoRARequest
 from quire.models.registry import declare
 
 pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optional_packages import require
 from vision_models import picture
 
 from quire.errors import InvalidParameterError, UnsupportedModelError
@@ -16,7 +17,7 @@ from quire.models.image_processing import read_image_processing
 from quire.nn.vision import PatchGrid, patches_of
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 
 SQUARE = {"height": 28, "width": 28}
 SETTINGS: list[dict[str, Any]] = [

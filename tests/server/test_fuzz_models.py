@@ -12,6 +12,7 @@ import pytest
 from adapters import write_adapter
 from folders import make_folder
 from mutations import MAX_WAIT_S, Body, send_mutated
+from optional_packages import require
 from plain_http import PlainClient
 from servers import MODEL, RunningServer, serve_model
 from vision_models import data_url, picture, write_llava, write_tokenizer
@@ -21,7 +22,7 @@ from quire.models.registry import declare
 from quire.weights.folder import read_model_config, resolve_model
 
 pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 pytestmark = pytest.mark.slow
 
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "8MiB"}

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from optional_packages import require
 from served import Served, resident_bytes, serving
 from vision_models import picture, write_llava, write_tokenizer
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 pytestmark = pytest.mark.slow
 
 NUM_FILES = int(os.environ.get("QUIRE_TEST_IMAGES", "400"))

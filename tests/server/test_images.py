@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from optional_packages import require
 from servers import RunningServer, serve_model
 from vision_models import NUM_TOKENS, data_url, picture, write_llava, write_tokenizer
 
@@ -15,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.server.quota.tenants import Tenant, key_ring
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "4MiB", "max_num_seqs": 8}
 CHAT, NAME = "/v1/chat/completions", "llava"

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from browser import Page, find_chromium, open_page
+from optional_packages import require
 from servers import RunningServer, serve_model
 from vision_models import data_url, picture, write_llava, write_tokenizer
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
+require("transformers")
 CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.slow,

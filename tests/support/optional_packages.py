@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import pytest
 
@@ -14,6 +15,13 @@ def has_package(name: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+def require(name: str) -> None:
+    """Skip a module where a package is missing, as `pytest.importorskip` does, without importing it:
+    some take seconds, in each worker of the suite, and most workers run none of these tests."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"could not import {name!r}", allow_module_level=True)
 
 
 HAS_GRAMMARS = has_package("llguidance")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional_packages import require
 from timing import timed
 from vision_models import PLACEHOLDER, picture, write_llava
 
@@ -23,7 +24,7 @@ from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig
 from quire.media.sources import ImageSource
 
-pytest.importorskip("transformers")
+require("transformers")
 pytest.importorskip("PIL.Image")
 pytestmark = [timed, pytest.mark.slow]
 
