@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,27 @@ def offered(folder: Path, name: str, source: str, version: str = "1.0") -> None:
     (info / "entry_points.txt").write_text(f"[quire.platforms]\nbad = {name}:Made\n")
 
 
+@pytest.fixture(scope="session")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the example lies as it is, with the entry points of its project: what an
+    installation makes of it, in none of the seconds that it takes."""
+    folder = tmp_path_factory.mktemp("platform")
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {target}" for name, target in entries.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    shutil.copytree(EXAMPLE / "quire_plain_torch", folder / "quire_plain_torch")
+    return folder
+
+
 @pytest.mark.slow
 def test_the_example_passes_every_check_of_the_kit(
     installed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -72,9 +94,9 @@ def test_a_model_on_the_example_keeps_every_promise(
 
 
 def test_an_engine_computes_with_the_kernels_of_its_platform(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
+    beside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(str(beside))
     llm = LLM("quire-storyteller", platform="plain-torch", **SMALL)
     worker: Any = llm.engine.executor
     assert worker.worker.model.kernels.name == "plain-torch"

@@ -52,6 +52,7 @@ def test_an_engine_logs_as_its_server_does(
         )
 
 
+@pytest.mark.slow_except("ConfigError-*", "EngineError-*")
 @pytest.mark.parametrize(
     ("error", "is_final"),
     [("ConfigError", True), ("CapacityError", False), ("EngineError", False), ("OSError", False)],
