@@ -104,9 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return EXIT_BROKEN_PIPE
     except QuireError as error:
+        if _cannot_write():  # that is the error then, and would be raised again at exit
+            _discard_stdout()
         return _fail(f"quire: error: {' '.join(str(error).split())}", EXIT_REFUSED)
     except OSError as error:
-        if error.errno not in _WRITE_ERRORS:
+        if error.errno not in _WRITE_ERRORS and not _cannot_write():
             raise
         _discard_stdout()
         return _fail(f"quire: error: the output cannot be written: {error.strerror}", EXIT_REFUSED)
@@ -209,6 +211,15 @@ def _fail(message: str, code: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         print(message, file=sys.stderr)
     return code
+
+
+def _cannot_write() -> bool:
+    """Return whether standard output takes nothing more: it is closed, or full."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def _discard_stdout() -> None:

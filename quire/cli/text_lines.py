@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ def add_file_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "files",
         metavar="FILE",
         nargs="*",
+        default=[],  # without which it would be said to be missing
         help=f"text files, a {what} on each line; - or none is standard input",
     )
 
@@ -66,10 +66,7 @@ def _lines(name: str) -> Iterator[str]:
 
 @contextmanager
 def strict_stdin() -> Iterator[TextIO]:
-    """Standard input as UTF-8, whatever the locale says, and bytes that are none an error. Raises
-    OSError where it is closed."""
-    if sys.stdin is None:
-        raise OSError(errno.EBADF, "it is closed")
+    """Standard input as UTF-8, whatever the locale says, and bytes that are none an error."""
     if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.encoding != _ENCODING:  # not twice
         sys.stdin.reconfigure(encoding=_ENCODING, errors="strict")
     yield sys.stdin

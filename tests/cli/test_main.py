@@ -208,6 +208,31 @@ def test_full_disk_is_one_clear_line(
     )
 
 
+def _with_closed(words: str, closed: str, code: str = "-m quire") -> tuple[int, str, str]:
+    """Run a command while some of the standard streams are closed."""
+    line = f"{sys.executable} {code} {words} {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "plan quire-storyteller"])
+def test_output_that_is_closed_is_one_clear_line(words: str) -> None:
+    said = "quire: error: the output cannot be written: Bad file descriptor\n"
+    assert _with_closed(words, ">&-") == (2, "", said)
+    assert _with_closed(words, "<&- >&- 2>&-") == (2, "", "")
+
+
+def test_streams_that_are_closed_are_missed_only_where_they_are_used() -> None:
+    code, out, err = _with_closed("embed quire-embedder", "<&-")
+    assert (code, out) == (2, "") and "standard input: no line has any text" in err
+    code, out, _ = _with_closed("--version", "<&- 2>&-")
+    assert code == 0 and out
+    opened = (
+        "'from quire.__main__ import _fill_streams as f; f(); exit(open(\"/dev/null\").fileno())'"
+    )
+    assert _with_closed("", "<&- >&- 2>&-", f"-c {opened}")[0] > 2
+
+
 @pytest.mark.slow
 def test_interrupt_is_clean(tiny: str) -> None:
     argv = [

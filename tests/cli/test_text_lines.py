@@ -49,11 +49,3 @@ def test_input_that_is_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     _typed(monkeypatch, b"one\n\xff\n")
     with pytest.raises(ConfigError, match="- is not UTF-8 text: invalid start byte at byte 4"):
         _prompts("-")
-
-
-def test_input_that_is_closed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UsageError, match="standard input cannot be read: it is closed"):
-        list(read_lines(["-"]))
-    with pytest.raises(ConfigError, match="- cannot be read: it is closed"):
-        _prompts("-")
