@@ -59,8 +59,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("quire")
 
 MARK = "mark.slow"
-USES_TRANSFORMERS = re.compile(r"\b(transformers|folders|vision_models|draft_heads|peft)\b")
-"""That package, modules of tests/support that import it, and a package that does."""
+USES_LARGE_PACKAGE = re.compile(
+    r"\b(transformers|folders|vision_models|draft_heads|peft|anthropic|langchain_\w+)\b"
+)
+"""Packages that take seconds to import, modules of tests/support that import one, and a package
+that does."""
 ALL_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
 
 watch()
@@ -141,14 +144,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cells that are slow, and find slow tests that the slow suite would not, since their
-    modules do not say so. Put tests that import the largest package first: of several workers,
-    each of which begins with a part of them all, one imports it."""
+    modules do not say so. Put tests that import the largest packages first: of several
+    workers, each of which begins with a part of them all, one imports them."""
     mark_slow(items, has_all_cells=not any("::" in each for each in config.args))
     texts = {path: path.read_text(encoding="utf-8") for path in {item.path for item in items}}
     for item in items:
         if item.get_closest_marker("slow") is not None and MARK not in texts[item.path]:
             raise pytest.UsageError(f"{item.path}: write out pytest.{MARK}, by which it is found")
-    are_others = {path: USES_TRANSFORMERS.search(text) is None for path, text in texts.items()}
+    are_others = {path: USES_LARGE_PACKAGE.search(text) is None for path, text in texts.items()}
     items.sort(key=lambda item: are_others[item.path])
 
 

@@ -140,6 +140,7 @@ def test_the_plan_counts_the_scales_of_a_gpu(tmp_path: Path) -> None:
     assert on_gpu - on_cpu == 3 * num_scales
 
 
+@pytest.mark.slow_except("20b-*")
 @pytest.mark.parametrize(
     ("name", "num_parameters", "gigabytes"),
     [("20b", 20_914_757_184, 13.8), ("120b", 116_829_156_672, 65.2)],
