@@ -25,7 +25,7 @@ def ends_with_a_pattern(output: list[int], rule: tuple[int, int, int]) -> bool:
     return any(output[-size * count :] == output[-size:] * count for size in sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     output=st.lists(st.integers(0, 2), max_size=40),
     prompt=st.lists(st.integers(0, 2), max_size=6),

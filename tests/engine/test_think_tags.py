@@ -66,7 +66,7 @@ def is_thinking(data: bytes, *, is_open: bool) -> tuple[bool, bytes]:
     return END.encode() not in data, data
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     words=st.lists(st.sampled_from([*WORDS, BEGIN, END, "</", "think>"]), max_size=14),
     starts=st.booleans(),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -172,7 +172,6 @@ sampled_rows = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(rows=st.lists(sampled_rows, min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_any_parameters_agree_with_the_naive_sampler(rows: list[SampledRow], seed: int) -> None:
     logits = random_logits(len(rows), VOCAB, seed)
@@ -186,7 +185,6 @@ def test_any_parameters_agree_with_the_naive_sampler(rows: list[SampledRow], see
         )
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(sampled_rows, min_size=2, max_size=6), seed=st.integers(0, 1000))
 def test_a_row_does_not_depend_on_its_company(rows: list[SampledRow], seed: int) -> None:
     rows = [row._replace(sampling=row.sampling._replace(num_logprobs=3)) for row in rows]

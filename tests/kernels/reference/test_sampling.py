@@ -101,7 +101,7 @@ def test_best_first_order(values: list[float], data: st.DataObject) -> None:
     assert best_first(torch.tensor(values), count).tolist() == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     values=some_logits,
     top_k=st.integers(1, 50),
