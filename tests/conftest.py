@@ -60,10 +60,10 @@ hypothesis.settings.load_profile("quire")
 
 MARK = "mark.slow"
 USES_LARGE_PACKAGE = re.compile(
-    r"\b(transformers|folders|vision_models|draft_heads|peft|anthropic|langchain_\w+)\b"
+    r"\b(transformers|folders|vision_models|draft_heads|peft|anthropic|langchain_\w+|from modules)\b"
 )
-"""Packages that take seconds to import, modules of tests/support that import one, and a package
-that does."""
+"""Packages that take seconds to import, modules of tests/support that import one, a package that
+does, and the module that parses all of Quire."""
 ALL_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
 
 watch()
