@@ -90,7 +90,7 @@ def test_adapters_of_everything_equal_merged_weights(
         assert (expected - plain).abs().max() > 0.1
 
 
-@pytest.mark.slow_except("qwen2-bfloat16-int8", "experts-float32")
+@pytest.mark.slow_except("experts-float32")
 @pytest.mark.parametrize("options", [
     {"dtype": "float32"},
     {"dtype": "bfloat16"},

@@ -131,7 +131,7 @@ def test_logits_equal_those_of_peft_unmerged(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow_except("float32", "bfloat16-int8")
+@pytest.mark.slow_except("bfloat16-int8")
 @pytest.mark.parametrize("options", [
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
