@@ -128,6 +128,15 @@ class SafetensorsCheckpoint(WeightSource):
         """Whether a tensor is there, which only an optional one need not be."""
         return self._name(tensor) in self._stored
 
+    def require(self, tensor: TensorSpec) -> None:
+        """Raise CheckpointError where a tensor that is not of the declaration is absent, or has
+        another shape or kind."""
+        name, shape = self._name(tensor), tensor.stored_shape
+        if name not in self._stored:
+            raise CheckpointError(f"{self._folder} lacks {name} {list(shape)}")
+        if wrong := self._mismatch(name, ExpectedTensor(name, (shape,))):
+            raise CheckpointError(f"{self._folder}: {wrong}")
+
     def locate(self, tensor: TensorSpec) -> StoredRows | None:
         """Return where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
         file, stored = self._stored[self._name(tensor)]

@@ -180,6 +180,25 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
         plan()
 
 
+def test_a_head_whose_projection_of_states_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """It is no part of the declaration that all other tensors are checked against."""
+    from safetensors.torch import load_file, save_file
+
+    _heads().write_eagle3(tmp_path / "target", tmp_path / "head")
+    path = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(path)
+    whole = tensors.pop("fc.weight")
+    for given, said in (
+        (None, r"lacks fc\.weight \[32, 96\]"),
+        (whole[:, :-1], r"fc\.weight is \[32, 95\], config\.json implies \[32, 96\]"),
+        (whole[0], r"fc\.weight is \[96\]"),
+        (whole.long(), r"fc\.weight is stored as I64, not as floating point"),
+    ):
+        save_file(tensors | ({} if given is None else {"fc.weight": given.contiguous()}), path)
+        with pytest.raises(CheckpointError, match=said):
+            _engine(tmp_path, **_options("eagle3", tmp_path))
+
+
 def test_a_head_without_its_tokens_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

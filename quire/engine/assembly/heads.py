@@ -66,6 +66,8 @@ def load_head(
             embedding=_embedding(weights, head, target, theirs),
         )
         if head.fuse is not None:
+            if isinstance(weights, SafetensorsCheckpoint):
+                weights.require(head.fuse.weight)
             keeper.fuse_with(kernels, FloatLinears(weights, kernels, dtype).load([head.fuse]))
     tokens = _tokens(planned, head, target.spec.vocab_size)
     inputs = HeadInputs(keeper, target, reads_normed=not head.kept, feeds_normed=head.feeds_normed)
