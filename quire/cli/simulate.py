@@ -34,6 +34,8 @@ _TRACE_DEFAULTS: dict[str, Any] = {
     "limit": None, "block_size": 16, "num_blocks": "unbounded", "max_num_seqs": 256,
     "max_num_batched_tokens": 2048, "fleet": None, **_SIMPLE_COSTS, **_FLEET_DEFAULTS,
 }  # fmt: skip
+_MOST = {"fleet": 1 << 10, "block_size": 1 << 12}
+"""Beyond which this machine's memory is used up before the first request."""
 _SEED_DEFAULTS = {"seed": None, "seeds": None, "liveness": False, "overlap": False}
 
 
@@ -101,6 +103,8 @@ def _check(args: argparse.Namespace) -> None:
         may_be_none = args.fleet is None and name in ("step_ms", "token_us")
         if value is not None and not (0 < value < math.inf or (may_be_none and value == 0)):
             raise ConfigError(f"{_flag(name)}={value} must be a number above 0")
+        if value is not None and value > _MOST.get(name, math.inf):
+            raise ConfigError(f"{_flag(name)}={value} is too many; at most {_MOST[name]}")
     if args.trace is None:
         _refuse_given(args, _TRACE_DEFAULTS, "replays a trace; say which: --trace FILE")
         return

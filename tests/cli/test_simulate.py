@@ -79,6 +79,8 @@ def test_a_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--trace", "x", "--step-ms", "-1"), "--step-ms=-1"),
         (("--trace", "x", "--block-size", "0"), "--block-size=0"),
         (("--trace", "x", "--limit", "0"), "--limit=0"),
+        (("--trace", "x", "--block-size", "999999999999"), "at most 4096"),
+        (("--trace", "x", "--fleet", "1000000000"), "at most 1024"),
         (("--trace", "x", "--overlap"), "--overlap is for scenarios"),
         (("--trace", "x", "--policy", "session"), "--policy is for several"),
         (("--num-blocks", "20"), "--num-blocks replays a trace"),
