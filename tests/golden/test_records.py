@@ -50,16 +50,18 @@ _THOROUGH = pytest.mark.skipif(not IS_THOROUGH, reason="run by `make test-kernel
 _NATIVE_ISA = cpu.isa() if cpu.IMPORT_ERROR is None else None
 """On which the fast suite computes every case: what users of this machine get."""
 _QUICK = {"llama, float32", "mixtral, float32"}
-"""What it computes on every back end; the reference takes a second or two with experts."""
+"""What it computes on every instruction set; with experts not on the reference, which takes a second
+or two, and is held against transformers' experts in tests/nn."""
 
 
 def _marks(name: str, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
-    """The fast suite computes every case on the machine's own instruction set, and a model with
-    experts and one without on every back end."""
+    """The fast suite computes every case on the machine's own instruction set, a model with experts
+    and one without on every other, and the latter on the reference."""
     if backend.kernels == "triton":
         return (*_INTERPRETED, *([_THOROUGH] if name in _REPEATED else []))
     is_native = backend.isa is not None and backend.isa == _NATIVE_ISA
-    return () if is_native or name in _QUICK else (pytest.mark.slow,)
+    is_quick = name == CASE if backend.kernels == "reference" else name in _QUICK
+    return () if is_native or is_quick else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
