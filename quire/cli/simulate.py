@@ -35,7 +35,9 @@ _TRACE_DEFAULTS: dict[str, Any] = {
     "max_num_batched_tokens": 2048, "fleet": None, **_SIMPLE_COSTS, **_FLEET_DEFAULTS,
 }  # fmt: skip
 _MOST = {"fleet": 1 << 10, "block_size": 1 << 12}
-"""Beyond which this machine's memory is used up before the first request."""
+"""Beyond which memory is used up before the first request."""
+_MAX_DIGITS = 7
+"""Of the number of blocks, likewise."""
 _SEED_DEFAULTS = {"seed": None, "seeds": None, "liveness": False, "overlap": False}
 
 
@@ -172,10 +174,13 @@ def _replay(args: argparse.Namespace) -> int:
 def _limits(args: argparse.Namespace, trace: Trace) -> SchedulerLimits:
     if args.num_blocks == "unbounded":
         num_blocks = trace.num_blocks_without_eviction(args.block_size)
-    elif args.num_blocks.isdecimal():
+    elif args.num_blocks.isdecimal() and len(args.num_blocks) <= _MAX_DIGITS:
         num_blocks = int(args.num_blocks)
     else:
-        raise ConfigError(f'--num-blocks={args.num_blocks!r} is neither a number nor "unbounded"')
+        raise ConfigError(
+            f'--num-blocks={args.num_blocks!r} is neither "unbounded" nor a number of at most '
+            f"{_MAX_DIGITS} digits"
+        )
     max_model_len = max(
         request.num_prompt_tokens + request.num_output_tokens for request in trace.requests
     )

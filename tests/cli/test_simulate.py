@@ -108,3 +108,11 @@ def test_step_costs_that_are_none(tmp_path: Path, text: str) -> None:
 def test_no_seeds_at_all_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{words[0]}={words[1]} must be at least"):
         _run(*words)
+
+
+@pytest.mark.parametrize("count", ["many", "-1", "1.5", "99999999", "9" * 5000])
+def test_blocks_that_no_pool_could_have_are_refused(count: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival_s":0,"prompt_tokens":9,"output_tokens":1}')
+    with pytest.raises(ConfigError, match='neither "unbounded" nor a number of at most 7 digits'):
+        _run("--trace", str(trace), f"--num-blocks={count}")
