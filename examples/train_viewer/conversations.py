@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from .questions import Question, ask, ask_without_picture
+from .questions import ACROSS, DOWN, NUMBERS, Question, ask, ask_without_picture
 from .scenes import Scene, draw_scene
 
 END_OF_TEXT, TURN_START, TURN_END, IMAGE = SPECIAL_TOKENS = (
@@ -64,6 +64,7 @@ def _texts(rng: random.Random) -> Iterator[str]:
             yield question.answer
         without = ask_without_picture(rng)
         yield f"{without.text} {without.answer}"
+        yield " ".join(("", *NUMBERS, *ACROSS, *DOWN))  # a token for each
 
 
 class Encoder:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .scenes import COLORS, SHAPES, Scene, Thing
 
 NUMBERS = ("no", "one", "two", "three", "four")
+ACROSS, DOWN = ("left", "middle", "right"), ("top", "middle", "bottom")
 _DESCRIBE = (
     "What is in the picture?", "What is this?", "Describe the picture.", "What do you see?",
     "Describe this image.", "What is in this image?", "Tell me what is in the picture.",

@@ -1,10 +1,11 @@
 """Train the viewer in two stages: the tower says what each patch shows, then the decoder talks.
 
-What each patch shows is known, since the pictures are drawn. In the first stage 64 labels an image
-teach the tower in minutes what conversations alone would take hours to. In the second it stays as
-it is, and the decoder learns answers; at the places of the picture it learns to name what is there,
-so that an answer has only to find the right place. Matrices are trained by Muon, the rest by Adam,
-as the storyteller's are.
+What each patch shows is known, since the pictures are drawn: a shape with its colour and size,
+which one from the left it is, and where. In the first stage 64 such labels an image teach the tower
+in minutes what conversations alone would take hours to. In the second it stays as it is, and the
+decoder learns answers; at the places of the picture it learns to name what is there, so that an
+answer has only to find the right place. Matrices are trained by Muon, the rest by Adam, as the
+storyteller's are.
 
     python -m examples.train_viewer.train --minutes 60
 """
@@ -26,6 +27,7 @@ from examples.train_storyteller.optimizer import StoryOptimizer
 
 from .conversations import NOT_LEARNT, Encoder, draw_conversation, train_tokenizer
 from .model import HIDDEN_SIZE, new_model, pixels_of
+from .questions import ACROSS, DOWN, NUMBERS
 from .scenes import COLORS, MAX_SHAPES, NUM_PATCHES, SHAPES, SIZES, Scene, draw_scene, paint
 
 TOWER_SHARE = 0.3
@@ -44,8 +46,14 @@ LOG_STEPS = 20
 
 
 class PatchLabels:
-    """What each patch of a scene shows, and where it is: class numbers of shape, colour, size,
-    column and row."""
+    """What each patch of a scene shows: class numbers of the shape, its colour, size and number
+    from left to right, where its centre is, and where the patch itself is."""
+
+    COUNTS = (
+        1 + len(SHAPES), len(COLORS), 1 + len(SIZES), 1 + MAX_SHAPES, *(1 + NUM_EDGE,) * 2,
+        *(NUM_EDGE,) * 2,
+    )  # fmt: skip
+    """Of classes. The first of a shape's is for the background, but not of the colours."""
 
     def __init__(self) -> None:
         numbers = torch.arange(NUM_EDGE)
@@ -56,17 +64,20 @@ class PatchLabels:
         self._colors = {color: number for number, color in enumerate(COLORS)}
 
     def __call__(self, scene: Scene) -> Tensor:
-        """Return [5, patches]; shape 0 and size 0 mean the background."""
-        labels = torch.zeros(5, NUM_PATCHES, dtype=torch.long)
-        labels[3], labels[4] = self._column, self._row
+        """Return [8, patches]."""
+        labels = torch.zeros(len(self.COUNTS), NUM_PATCHES, dtype=torch.long)
         labels[1] = self._colors[scene.background]
-        for thing in scene.things:
+        labels[6], labels[7] = self._column, self._row
+        for number, thing in enumerate(scene.things):
             is_inside = ((self._x - thing.x).square() + (self._y - thing.y).square()) < (
                 thing.radius**2
             )
-            labels[0, is_inside] = 1 + SHAPES.index(thing.shape)
-            labels[1, is_inside] = self._colors[thing.color]
-            labels[2, is_inside] = 1 + tuple(SIZES).index(thing.size)
+            shown = (
+                1 + SHAPES.index(thing.shape), self._colors[thing.color],
+                1 + tuple(SIZES).index(thing.size), 1 + number,
+                1 + int(NUM_EDGE * thing.x), 1 + int(NUM_EDGE * thing.y),
+            )  # fmt: skip
+            labels[:6, is_inside] = torch.tensor(shown)[:, None]
         return labels
 
 
@@ -78,13 +89,10 @@ class PatchReader(nn.Module):
         super().__init__()
         self.tower = tower
         self.norm = nn.LayerNorm(HIDDEN_SIZE)
-        self.heads = nn.ModuleList(
-            nn.Linear(HIDDEN_SIZE, count)
-            for count in (1 + len(SHAPES), len(COLORS), 1 + len(SIZES), NUM_EDGE, NUM_EDGE)
-        )
+        self.heads = nn.ModuleList(nn.Linear(HIDDEN_SIZE, count) for count in PatchLabels.COUNTS)
 
     def loss(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy of pixels [images, 3, size, size] and labels [images, 5,
+        """Return the mean cross-entropy of pixels [images, 3, size, size] and labels [images, 8,
         patches], in nats."""
         rows = self.norm(self.tower(pixels).last_hidden_state[:, 1:])
         losses = [
@@ -125,20 +133,25 @@ def train_tower(tower: nn.Module, rng: random.Random, budget_s: float) -> None:
 class PatchNames:
     """The words for what each patch of a scene shows, as tokens."""
 
+    WORDS = (SHAPES, tuple(COLORS), tuple(SIZES), NUMBERS[1:], ACROSS, DOWN)
+
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._labels_of = PatchLabels()
-        words = [SHAPES, tuple(COLORS), tuple(SIZES)]
-        self._shapes, self._colors, self._sizes = (
-            torch.tensor([tokenizer.encode(f" {word}").ids[0] for word in group]) for group in words
-        )
+        encoded = [[tokenizer.encode(f" {word}").ids for word in group] for group in self.WORDS]
+        assert all(len(ids) == 1 for group in encoded for ids in group)
+        self._groups = [torch.tensor(group)[:, 0] for group in encoded]
 
     def __call__(self, scene: Scene) -> Tensor:
-        """Return [patches, 3]: shape, colour and size, or three times the background's colour."""
-        shapes, colors, sizes, *_ = self._labels_of(scene)
-        names = self._colors[colors][:, None].repeat(1, 3)
+        """Return [patches, 6]: shape, colour, size, number from the left and place, or six times
+        the background's colour."""
+        shapes, colors, sizes, numbers, *places, _, _ = self._labels_of(scene)
+        names = self._groups[1][colors][:, None].repeat(1, len(self.WORDS))
         is_thing = shapes > 0
-        names[is_thing, 0] = self._shapes[shapes[is_thing] - 1]
-        names[is_thing, 2] = self._sizes[sizes[is_thing] - 1]
+        across, down = (
+            (place > 0.375 * NUM_EDGE).long() + (place > 0.625 * NUM_EDGE) for place in places
+        )
+        for column, labels in enumerate((shapes - 1, colors, sizes - 1, numbers - 1, across, down)):
+            names[is_thing, column] = self._groups[column][labels[is_thing]]
         return names
 
 

@@ -23,22 +23,41 @@ from examples.train_viewer.scenes import (
     draw_scene,
     paint,
 )
-from examples.train_viewer.train import PatchLabels, train_decoder, train_tower
+from examples.train_viewer.train import PatchLabels, PatchNames, train_decoder, train_tower
 from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow  # importing transformers' models alone takes seconds
 
 
+SCENE = Scene(
+    "white",
+    (Thing("star", "red", "big", 0.25, 0.25, 0.2), Thing("cross", "blue", "small", 0.8, 0.5, 0.12)),
+)
+EDGE = int(NUM_PATCHES**0.5)
+
+
 def test_the_label_of_a_patch_is_what_lies_on_it() -> None:
-    scene = Scene("white", (Thing("star", "red", "big", 0.25, 0.25, 0.2),))
-    labels = PatchLabels()(scene)
-    edge = int(NUM_PATCHES**0.5)
-    shapes, colors, sizes, columns, rows = labels.view(5, edge, edge)
+    labels = PatchLabels()(SCENE)
+    assert (labels < torch.tensor(PatchLabels.COUNTS)[:, None]).all() and (labels >= 0).all()
+    shapes, colors, sizes, numbers, x, y, columns, rows = labels.view(-1, EDGE, EDGE)
     names = tuple(COLORS)
-    assert shapes[1, 1] == 1 + SHAPES.index("star") and shapes[edge - 1, edge - 1] == 0
-    assert (colors[1, 1], colors[edge - 1, 0]) == (names.index("red"), names.index("white"))
-    assert sizes[2, 2] == 2 and sizes[0, edge - 1] == 0
+    assert shapes[1, 1] == 1 + SHAPES.index("star") and shapes[EDGE - 1, EDGE - 1] == 0
+    assert (colors[1, 1], colors[EDGE - 1, 0]) == (names.index("red"), names.index("white"))
+    assert sizes[2, 2] == 2 and sizes[0, EDGE - 1] == 0
+    assert (numbers[1, 1], numbers[4, 6], numbers[0, EDGE - 1]) == (1, 2, 0)
+    assert (x[1, 1], y[1, 1], x[4, 6], y[4, 6], x[7, 0]) == (3, 3, 7, 5, 0)
     assert (columns[1, 3], rows[1, 3]) == (3, 1)
+
+
+def test_the_name_of_a_patch_is_what_an_answer_says_of_it() -> None:
+    tokenizer = train_tokenizer()
+    names = PatchNames(tokenizer)(SCENE).view(EDGE, EDGE, -1)
+    said = {
+        place: tokenizer.decode(names[place].tolist()).split() for place in ((1, 1), (4, 6), (7, 0))
+    }
+    assert said[1, 1] == ["star", "red", "big", "one", "left", "top"]
+    assert said[4, 6] == ["cross", "blue", "small", "two", "right", "middle"]
+    assert set(said[7, 0]) == {"white"}
 
 
 def test_a_few_steps_make_a_folder_that_the_engine_reads(tmp_path: Path) -> None:
