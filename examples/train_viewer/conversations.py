@@ -37,10 +37,12 @@ _TEXTS = 6000
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Token ids, where the picture's placeholder stands for all of its rows, and what is learnt."""
+    """Token ids, where the picture's placeholder stands for all of its rows, what is learnt, and
+    each token's share in that: a short answer counts as much as a long one."""
 
     ids: list[int]
     targets: list[int]
+    shares: list[float]
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
@@ -79,18 +81,17 @@ class Encoder:
         """Encode the turns in their order; the picture stands in the first."""
         ids: list[int] = []
         targets: list[int] = []
+        shares: list[float] = []
         for number, question in enumerate(questions):
             opening = self._ids(f"{TURN_START}user\n")
             picture = self._picture if has_picture and not number else []
             asked = self._ids(f"{question.text}{TURN_END}\n{TURN_START}assistant\n")
             answer = self._ids(f"{question.answer}{TURN_END}")
-            head = opening + picture + asked
-            ids += head + answer
-            targets += [NOT_LEARNT] * len(head) + answer
-            after = self._ids("\n")
-            ids += after
-            targets += [NOT_LEARNT] * len(after)
-        return Conversation(ids, targets)
+            head, after = opening + picture + asked, self._ids("\n")
+            ids += head + answer + after
+            targets += [NOT_LEARNT] * len(head) + answer + [NOT_LEARNT] * len(after)
+            shares += [0.0] * len(head) + [1 / len(answer)] * len(answer) + [0.0] * len(after)
+        return Conversation(ids, targets, shares)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

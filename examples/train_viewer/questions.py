@@ -201,8 +201,8 @@ def _bigger(scene: Scene, rng: random.Random) -> Question | None:
 
 _Asker = Callable[[Scene, random.Random], Question | None]
 _ASKERS: tuple[tuple[_Asker, float], ...] = (
-    (_describe, 3.0), (_list, 1.5), (_background, 0.6), (_count, 1.0), (_count_of, 1.0),
-    (_color, 1.5), (_shape, 1.5), (_is_there, 2.0), (_where, 1.5), (_side, 1.5), (_bigger, 1.0),
+    (_describe, 2.0), (_list, 1.5), (_background, 0.4), (_count, 1.0), (_count_of, 1.5),
+    (_color, 2.0), (_shape, 1.0), (_is_there, 3.0), (_where, 2.5), (_side, 2.5), (_bigger, 1.0),
 )  # fmt: skip
 
 

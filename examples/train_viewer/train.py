@@ -41,6 +41,8 @@ NUM_TURNS = 5
 NUM_EDGE = int(NUM_PATCHES**0.5)
 WITHOUT_PICTURE_SHARE = 0.03
 WARMUP_STEPS, DECAY_START = 30, 0.4
+FURTHER_RATE = 0.6
+"""Of learning where a decoder goes on, in that of a new one."""
 MAX_GRAD_NORM = 1.0
 LOG_STEPS = 20
 
@@ -102,7 +104,9 @@ class PatchReader(nn.Module):
         return torch.stack(losses).sum()
 
 
-def run(model: nn.Module, budget_s: float, loss_of: Callable[[float], Tensor]) -> None:
+def run(
+    model: nn.Module, budget_s: float, loss_of: Callable[[float], Tensor], rate: float = 1.0
+) -> None:
     """Step until the budget is spent; the learning rate falls to zero with it."""
     optimizer = StoryOptimizer(model)
     started_s, step, mean = time.monotonic(), 0, 0.0
@@ -111,7 +115,7 @@ def run(model: nn.Module, budget_s: float, loss_of: Callable[[float], Tensor]) -
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-        optimizer.step(warmup * min(1.0, (1 - progress) / (1 - DECAY_START)))
+        optimizer.step(rate * warmup * min(1.0, (1 - progress) / (1 - DECAY_START)))
         step += 1
         mean += (float(loss.detach()) - mean) / min(step, LOG_STEPS)
         if step % LOG_STEPS == 0:
@@ -201,6 +205,7 @@ class Talks:
         targets = torch.tensor(
             [talk.targets + [NOT_LEARNT] * (length - len(talk.ids)) for talk in talks]
         )
+        shares = torch.tensor([talk.shares + [0.0] * (length - len(talk.ids)) for talk in talks])
         pixels = torch.stack([pixels_of(paint(scene, rng)) for scene in scenes])
         hidden = self._model.model(input_ids=ids, pixel_values=pixels).last_hidden_state
         is_learnt = targets[:, 1:] != NOT_LEARNT
@@ -208,7 +213,9 @@ class Talks:
         seen = self._model.lm_head(hidden[ids == self._encoder.image_id]).log_softmax(-1)
         names = torch.cat([self._names_of(scene) for scene in scenes])
         naming = -seen.gather(1, names).mean()
-        total: Tensor = F.cross_entropy(answers, targets[:, 1:][is_learnt]) + NAMING_WEIGHT * naming
+        losses = F.cross_entropy(answers, targets[:, 1:][is_learnt], reduction="none")
+        answering: Tensor = (losses * shares[:, 1:][is_learnt]).sum() / shares.sum()
+        total: Tensor = answering + NAMING_WEIGHT * naming
         return total
 
 
@@ -217,23 +224,27 @@ def train_decoder(
     tokenizer: tokenizers.Tokenizer,
     rng: random.Random,
     budget_s: float,
+    *,
+    is_new: bool = True,
 ) -> None:
-    """Teach the projector and the decoder to answer questions, first about single shapes."""
+    """Teach projector and decoder to answer questions; new ones first about single shapes."""
     model.model.vision_tower.requires_grad_(False)
-    begin_projector(model, rng)
     talks = Talks(model, tokenizer, rng)
 
     def loss(progress: float) -> Tensor:
-        return talks.loss(min(MAX_SHAPES, 1 + int(MAX_SHAPES * progress / CURRICULUM_SHARE)))
+        most_shapes = 1 + int(MAX_SHAPES * progress / CURRICULUM_SHARE) if is_new else MAX_SHAPES
+        return talks.loss(min(MAX_SHAPES, most_shapes))
 
-    run(model, budget_s, loss)
+    if is_new:
+        begin_projector(model, rng)
+    run(model, budget_s, loss, 1.0 if is_new else FURTHER_RATE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/viewer"))
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--start", type=Path, help="run whose tower to go on with")
+    parser.add_argument("--start", type=Path, help="run whose decoder is to go on with its tower")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -242,17 +253,22 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer: tokenizers.Tokenizer = train_tokenizer()
+    tokenizer: tokenizers.Tokenizer = (
+        train_tokenizer()
+        if args.start is None
+        else tokenizers.Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    )
     tokenizer.save(str(args.out / "tokenizer.json"))
-    model = new_model()
-    if args.start is not None:
-        trained = transformers.LlavaForConditionalGeneration.from_pretrained(
+    budget_s = 60 * args.minutes
+    if args.start is None:
+        model = new_model()
+        train_tower(model.model.vision_tower, rng, TOWER_SHARE * budget_s)
+        train_decoder(model, tokenizer, rng, (1 - TOWER_SHARE) * budget_s)
+    else:
+        model = transformers.LlavaForConditionalGeneration.from_pretrained(
             args.start, dtype=torch.float32
         )
-        model.model.vision_tower.load_state_dict(trained.model.vision_tower.state_dict())
-    budget_s = 60 * args.minutes
-    train_tower(model.model.vision_tower, rng, TOWER_SHARE * budget_s)
-    train_decoder(model, tokenizer, rng, (1 - TOWER_SHARE) * budget_s)
+        train_decoder(model, tokenizer, rng, budget_s, is_new=False)
     model.save_pretrained(args.out)
 
 

@@ -24,7 +24,7 @@ from quire.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
-SHIPPED_MODELS = ("quire-storyteller", "quire-embedder")
+SHIPPED_MODELS = ("quire-storyteller", "quire-embedder", "quire-viewer")
 _ASSETS = Path(__file__).parent.parent / "assets"
 _MAX_JSON_BYTES = 16 << 20
 _MAX_SHOWN_CHARS = 80

@@ -8,13 +8,22 @@ import importlib
 import itertools
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from servers import RunningServer, serve_model
 
-from examples.apps import batch_file, chat_bot, complete, fastchat_endpoint, rewrite
+from examples.apps import (
+    batch_file,
+    chat_bot,
+    complete,
+    fastchat_endpoint,
+    index_pictures,
+    rewrite,
+)
+from examples.train_viewer.scenes import Scene, Thing, paint
 from quire import LLM
 
 APPS = Path(batch_file.__file__).parent
@@ -112,6 +121,20 @@ def test_a_file_is_processed_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
     out.write_text(lines[0] + lines[1][:5])  # as a run leaves it that was killed while it wrote
     batch_file.main([str(texts), str(out), "--batch", "1"])
     assert out.read_text() == whole.read_text()
+
+
+def test_pictures_are_indexed_and_what_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene("white", (Thing("star", "red", "big", 0.4, 0.5, 0.22),))
+    paths = [tmp_path / name for name in ("star.png", "none.png", "absent.png")]
+    paint(scene, random.Random(0)).save(paths[0])
+    paths[1].write_bytes(b"no picture")
+    index_pictures.main([str(path) for path in paths])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["shapes"] == [{"size": "big", "color": "red", "shape": "star"}]
+    assert [line["file"] for line in lines] == [str(path) for path in paths]
+    assert "identify" in lines[1]["error"] and "No such file" in lines[2]["error"]
 
 
 @pytest.mark.slow

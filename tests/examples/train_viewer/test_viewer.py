@@ -1,25 +1,30 @@
-"""The viewer's pictures, questions and chats, and how its answers are counted."""
+"""The viewer's pictures, questions and chats, and what the shipped one answers."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from PIL import Image
 
+import quire
 from examples.train_viewer.conversations import (
     NOT_LEARNT,
     TURN_END,
-    VOCABULARY_SIZE,
     Encoder,
     draw_conversation,
-    train_tokenizer,
 )
-from examples.train_viewer.evaluate import count, unseen
+from examples.train_viewer.evaluate import answers, count, unseen
 from examples.train_viewer.questions import Question, ask, describe, place_of, shapes_of
 from examples.train_viewer.scenes import (
     COLORS,
+    NUM_PATCHES,
     SHAPES,
     SIZES,
     Scene,
@@ -28,6 +33,10 @@ from examples.train_viewer.scenes import (
     is_held_out,
     paint,
 )
+from quire import LLM, SamplingParams
+
+VIEWER = Path(quire.__file__).parent / "assets" / "quire-viewer"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(VIEWER / "tokenizer.json"))
 
 STAR = Thing("star", "red", "big", 0.25, 0.3, 0.2)
 DOT = Thing("circle", "blue", "small", 0.75, 0.8, 0.12)
@@ -100,15 +109,15 @@ def test_nothing_is_asked_that_the_picture_leaves_open() -> None:
 
 
 def test_a_tokens_target_is_an_answer_or_nothing() -> None:
-    tokenizer = train_tokenizer()
-    assert tokenizer.get_vocab_size() == VOCABULARY_SIZE
-    encoder = Encoder(tokenizer, num_rows=3)
+    encoder = Encoder(TOKENIZER, num_rows=3)
     questions = [Question("a", "What is this?", "A star."), Question("b", "Where?", "On the left.")]
     talk = encoder.encode(questions, has_picture=True)
     assert talk.ids.count(encoder.image_id) == 3 and len(talk.ids) == len(talk.targets)
     learnt = [token for token in talk.targets if token != NOT_LEARNT]
-    shown = tokenizer.decode(learnt, skip_special_tokens=False)
+    shown = TOKENIZER.decode(learnt, skip_special_tokens=False)
     assert shown == f"A star.{TURN_END}On the left.{TURN_END}"
+    assert sum(talk.shares) == pytest.approx(2)
+    assert [share > 0 for share in talk.shares] == [token != NOT_LEARNT for token in talk.targets]
     without = draw_conversation(encoder, random.Random(0), 3, scene=None)
     assert encoder.image_id not in without.ids
 
@@ -123,3 +132,39 @@ def test_an_answer_counts_if_it_is_the_right_one_word_for_word() -> None:
     assert all(hits == 0 for hits, _ in count(pairs, wrong).values())
     number = len(pairs) // 2
     assert count(pairs, right[:number] + wrong[number:])["all"] == (number, len(pairs))
+
+
+def picture(image: Image.Image, text: str) -> dict[str, Any]:
+    content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": text}]
+    return {"role": "user", "content": content}
+
+
+def test_the_shipped_viewer_answers_about_pictures_it_has_not_seen(viewer: LLM) -> None:
+    pairs = unseen(12, has_held_out=False)
+    right, total = count(pairs, answers(viewer, pairs))["all"]
+    assert right / total > 0.85
+
+
+def test_a_picture_of_another_form_is_seen_whole_and_talked_about(viewer: LLM) -> None:
+    """Training and serving write the same tokens, for one turn and for two."""
+    image = Image.new("RGB", (301, 220), COLORS["yellow"])
+    image.paste(Image.new("RGB", (90, 66), COLORS["blue"]), (30, 60))
+    first, second = "What color is the background?", "What shape is blue?"
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    chat: Any = [picture(image, first)]
+    [output] = viewer.chat(chat, params, use_tqdm=False)
+    answer = output.outputs[0].text
+    assert answer == "The background is yellow."
+    chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": second}]
+    [output] = viewer.chat(chat, params, use_tqdm=False)
+    assert output.outputs[0].text == "The square is blue."
+    turns = [Question("", first, answer), Question("", second, "")]
+    talk = Encoder(TOKENIZER, NUM_PATCHES).encode(turns, has_picture=True)
+    assert list(output.prompt_token_ids or []) == talk.ids[: len(output.prompt_token_ids or [])]
+    assert talk.ids[len(output.prompt_token_ids or []) :] == talk.ids[-2:]  # the turn's end
+
+
+@pytest.fixture(scope="module")
+def viewer() -> Iterator[LLM]:
+    with LLM("quire-viewer", kv_cache_memory="16MiB", num_threads=1) as llm:
+        yield llm
