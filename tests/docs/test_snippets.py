@@ -67,6 +67,16 @@ MENTIONED = [
 ]
 SERVE = "quire serve --port 8000"
 DEADLINE_S = 100.0
+RUN_PAGES = """
+import runpy, sys
+
+names, before = {}, None
+for path in sys.argv[1:]:
+    page = path.rpartition("-")[0]
+    names = names if page == before else {}
+    names, before = runpy.run_path(path, init_globals=names, run_name="__main__"), page
+print("-- done")
+"""
 # One thread, so that tests side by side do not fight; nothing is looked up on the network.
 ENVIRONMENT = {
     **os.environ,
@@ -286,19 +296,14 @@ def test_commands_run(
 
 @pytest.mark.slow
 def test_snippets_that_load_the_model(tmp_path: Path) -> None:
-    """In one process, which pays for importing torch once;
-    a failure names the page and the number of its block."""
+    """In one process, which pays for importing torch once; a failure names the page and the number
+    of its block. The blocks of a page go on from one another."""
     files = []
     for block in LOCAL:
         file = tmp_path / f"{block.page.replace('/', '-')}-{block.number}.py"
         file.write_text(block.code, encoding="utf-8")
         files.append(str(file))
-    program = (
-        "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
-    )
-    said = _run(
-        [sys.executable, "-W", "error", "-c", program + "; print('-- done')", *files], tmp_path
-    )
+    said = _run([sys.executable, "-W", "error", "-c", RUN_PAGES, *files], tmp_path)
     assert "-- done" in said and len(said.split()) > 20 * len(LOCAL)  # some say a line
 
 
