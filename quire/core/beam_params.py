@@ -6,16 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.core import checks
-from quire.core.params import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BEAM_WIDTH,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    MAX_TOKENS,
-    BeamRules,
-    SamplingParams,
-    checked_rules,
-)
+from quire.core.params import MAX_BEAM_WIDTH, MAX_TOKENS, BeamRules, SamplingParams
 from quire.errors import InvalidParameterError
 
 
@@ -55,20 +46,7 @@ class BeamSearchParams:
             )
         self.beam_width = checks.integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         self.max_tokens = checks.integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        self.temperature = checks.number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        rules = checked_rules(self.length_penalty, self.early_stopping)
-        self.length_penalty, self.early_stopping = rules
-        self.stop_token_ids = checks.token_ids(
-            "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
-        )
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = checks.token_ids(
-                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
-            )
-            if not self.allowed_token_ids:
-                checks.refuse(
-                    "allowed_token_ids", [], "at least one token id, or None to allow all"
-                )
+        self.as_sampling()  # judges all that other requests have, too
 
     def as_sampling(self) -> SamplingParams:
         """Return the same as parameters of any request."""

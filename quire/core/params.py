@@ -372,7 +372,7 @@ class SamplingParams:
                     param=item.name,
                 )
         self.n = checks.integer("n", self.n, 1, MAX_BEAM_WIDTH)
-        self.beam_search = checked_rules(*rules)
+        self.beam_search = _checked_rules(*rules)
         self.output_kind = RequestOutputKind.FINAL_ONLY
 
     @classmethod
@@ -493,7 +493,7 @@ class SamplingParams:
         return tuple(sorted(stops))
 
 
-def checked_rules(length_penalty: object, early_stopping: object) -> BeamRules:
+def _checked_rules(length_penalty: object, early_stopping: object) -> BeamRules:
     """Return how beams are ranked. Raises InvalidParameterError."""
     if early_stopping != "never" and not isinstance(early_stopping, bool):
         checks.refuse("early_stopping", early_stopping, 'True, False or "never"')
