@@ -258,7 +258,7 @@ def main() -> None:
         if args.start is None
         else tokenizers.Tokenizer.from_file(str(args.start / "tokenizer.json"))
     )
-    tokenizer.save(str(args.out / "tokenizer.json"))
+    tokenizer.save(str(args.out / "tokenizer.json"), pretty=False)
     budget_s = 60 * args.minutes
     if args.start is None:
         model = new_model()
