@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_config
 from quire.cli.output_file import OutputError, check_output, open_output
-from quire.cli.text_lines import add_file_arguments, read_lines
+from quire.cli.text_lines import add_file_arguments, check_apart, read_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         truncate_prompt_tokens=args.truncate_prompt_tokens,
     )
     options = engine_options(args)
+    check_apart(args.files, args.output)
     check_output(args.output)
     lines = read_lines(args.files)
     texts = chain([next(lines)], lines)  # before the model is loaded: there may be none

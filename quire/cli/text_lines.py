@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
@@ -44,6 +45,15 @@ def read_lines(files: list[str]) -> Iterator[str]:
     if not num_lines:
         given = ", ".join(files) or "standard input"
         raise UsageError(f"{given}: no line has any text; give one text on each line")
+
+
+def check_apart(files: list[str], output: str | None) -> None:
+    """Raise UsageError for an output that is one of the files: opening it would empty it, also of
+    the lines that are still to be read."""
+    for name in files if output is not None else ():
+        with suppress(OSError):  # either may not be there
+            if output is not None and Path(output).is_file() and os.path.samefile(name, output):
+                raise UsageError(f"--output {output} is one of the files to read; name another one")
 
 
 @contextmanager

@@ -150,6 +150,19 @@ def test_texts_that_cannot_be_read_are_named_before_a_model_is_loaded(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["embed"], ["rerank", "-q", "a"]])
+def test_a_file_that_is_read_is_not_written(
+    command: list[str], lines: str, unloaded: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(lines)
+    before, other = path.read_bytes(), path.parent / "link"
+    other.symlink_to(path)
+    first, *more = command
+    assert main([first, "m", "-", lines, *more, "--output", str(other), *OPTIONS]) == 2
+    assert "is one of the files to read; name another one" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["full.npy", "full.json"])
 def test_a_disk_that_is_full_is_named(
     name: str, folder: Path, lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
