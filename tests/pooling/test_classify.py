@@ -194,6 +194,8 @@ def test_a_pair_is_cut_at_its_longer_text(folder_of: FolderOf, texts: list[str])
             texts[0], texts[3] * 9, pooling_params=PoolingParams(truncate_prompt_tokens=64),
             use_tqdm=False,
         )  # fmt: skip
+        with pytest.raises(QuireError, match=r"=4 leaves nothing of the text: 3 .* at least 5"):
+            llm.score(texts[0], texts[3], use_tqdm=False, truncate_prompt_tokens=4)
         vocab_size = llm.llm_engine.model_config.vocab_size // 2
         ids = output.prompt_token_ids
         assert len(ids) == 64

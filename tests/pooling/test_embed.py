@@ -201,6 +201,8 @@ def test_texts_that_are_too_long_are_refused_with_the_numbers_or_cut_on_request(
         assert output.prompt_token_ids == [*ids[: count - 1], ids[-1]]
     with pytest.raises(QuireError, match="257 is beyond the 256"):
         llm.embed(long, use_tqdm=False, truncate_prompt_tokens=257)
+    with pytest.raises(QuireError, match=r"=2 leaves nothing of the text: 2 tokens .* at least 3"):
+        llm.embed("lovely", use_tqdm=False, truncate_prompt_tokens=2)
     [output] = llm.embed(
         {"prompt_token_ids": ids}, PoolingParams(truncate_prompt_tokens=9), use_tqdm=False
     )

@@ -39,10 +39,10 @@ class LateTexts:
         before, after = tokenizer.affixes
         mark = tokenizer.token_to_id(prompt) if prompt and self.late.is_marked else None
         written = join_traced((trace("" if mark is not None else prompt, STRICT_LEVEL), text))
-        own = encode_chat(tokenizer, written)
+        num_around = len(before) + (mark is not None) + len(after)
+        own = self.texts.cut(encode_chat(tokenizer, written), keep, num_around)
         if mark is not None:
             own.insert(0 if before else min(1, len(own)), mark)
-        own = self.texts.cut(own, keep, len(before) + len(after))
         if expansion is not None and expansion.is_fixed:
             own = own[: max(0, expansion.length - len(before) - len(after))]
         ids = [*before, *own, *after]

@@ -64,10 +64,22 @@ class PoolingTexts:
         return kept
 
     def cut(self, ids: list[int], keep: int | None, num_around: int = 0) -> list[int]:
-        """The first tokens of a text, so many that they fit beside those around it."""
+        """The first tokens of a text, so many that they fit beside those around it. Raises
+        InvalidParameterError where none do: all texts would have the same result."""
         if keep is None:
             return ids
-        return ids[: max(0, self.room(keep) - num_around)]
+        return ids[: self._room_beside(keep, num_around, 1 if ids else 0)]
+
+    def _room_beside(self, keep: int, num_around: int, num_needed: int) -> int:
+        """The tokens that texts may have beside those that are put around them."""
+        left = max(0, self.room(keep) - num_around)
+        if left < num_needed:
+            raise InvalidParameterError(
+                f"truncate_prompt_tokens={keep} leaves nothing of the text: {num_around} tokens "
+                f"are put around it; give at least {num_around + num_needed}",
+                param="truncate_prompt_tokens",
+            )
+        return left
 
     def room(self, keep: int | None) -> int:
         """The tokens that a prompt may have."""
@@ -85,7 +97,8 @@ class PoolingTexts:
         texts = [self.tokenizer.encode(each, add_special_tokens=False) for each in (first, second)]
         if keep is not None:
             num_around = len(frame.before) + len(frame.between) + len(frame.after)
-            texts = _cut_longest(texts, max(0, self.room(keep) - num_around))
+            num_needed = sum(1 for each in texts if each)
+            texts = _cut_longest(texts, self._room_beside(keep, num_around, num_needed))
         tokens = [
             *frame.before,
             *((each, 0) for each in texts[0]),
@@ -104,7 +117,9 @@ class PoolingTexts:
         prefix, suffix = self._judgement
         ids = self.tokenizer.encode(head + document, add_special_tokens=False)
         if keep is not None and len(ids) + len(prefix) + len(suffix) > self.room(keep):
-            ids = ids[: max(0, self.room(keep) - len(prefix) - len(suffix))]
+            num_head = len(self.tokenizer.encode(head, add_special_tokens=False))
+            num_around = len(prefix) + num_head + len(suffix)
+            ids = ids[: num_head + self._room_beside(keep, num_around, 1)]
         return [*prefix, *ids, *suffix]
 
     def join(

@@ -112,7 +112,7 @@ class PoolingRuns:
         params = PoolingParams(
             dimensions=body.dimensions,
             use_activation=body.use_activation,
-            truncate_prompt_tokens=body.truncate_prompt_tokens or None,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
             prompt_name=body.prompt_name,
         )
         with refusals():

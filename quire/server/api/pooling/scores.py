@@ -162,7 +162,7 @@ class TextScores:
         pairs: Pairs,
         receive: Receive | None,
     ) -> tuple[list[float], Usage]:
-        requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
+        requests, keep = self._runs.requests, body.truncate_prompt_tokens
         params = PoolingParams(truncate_prompt_tokens=keep, use_activation=body.use_activation)
         requests.check_instruction(body.instruction)
         if requests.spec.late is not None:
@@ -197,7 +197,7 @@ class TextScores:
         receive: Receive | None,
     ) -> tuple[list[float], Usage]:
         """MaxSim of queries and documents, each of which is computed once."""
-        requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
+        requests, keep = self._runs.requests, body.truncate_prompt_tokens
         params = PoolingParams(use_activation=body.use_activation)
         digest = requests.digest(params, "token_embed")
         texts = {
@@ -236,7 +236,7 @@ class TextScores:
         pairs: Pairs,
         receive: Receive | None,
     ) -> tuple[list[float], Usage]:
-        requests, keep = self._runs.requests, body.truncate_prompt_tokens or None
+        requests, keep = self._runs.requests, body.truncate_prompt_tokens
         distinct = {**pairs.distinct(0), **pairs.distinct(1)}
         texts = {where: text for text, where in distinct.items()}
         params, before = PoolingParams(use_activation=body.use_activation), requests.prompt_of(None)
