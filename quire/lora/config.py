@@ -91,8 +91,8 @@ class _Reader:
         values = self._values
         if values.get("peft_type") != "LORA":
             raise self._refusal("peft_type", '"LORA"')
-        if values.get("task_type") not in (None, "CAUSAL_LM"):
-            raise self._refusal("task_type", '"CAUSAL_LM"')
+        if values.get("task_type") not in (None, "CAUSAL_LM", "FEATURE_EXTRACTION"):
+            raise self._refusal("task_type", '"CAUSAL_LM" and "FEATURE_EXTRACTION"')
         if values.get("bias") not in (None, "none", "all", "lora_only"):
             raise self._refusal("bias", '"none", "all" and "lora_only"')
         if values.get("init_lora_weights") not in _PLAIN_STARTS:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from quire.errors import CheckpointError
 from quire.lora.config import MAX_RANK, AdapterConfig, read_config
+from quire.lora.finite import check_finite
 from quire.lora.fused import FusedExpert, fused_expert, fused_names
 from quire.lora.halves import Halves, ModuleTensors
 from quire.models.blocks import ExpertsSpec
@@ -91,6 +92,9 @@ def check_adapter(folder: Path, spec: DecoderSpec, limits: AdapterLimits) -> tup
     file = TensorFile(folder / WEIGHTS_NAME)
     try:
         layout_of(folder, file, spec, limits)
+        check_finite(folder, file)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the adapter cannot be read: {error}") from None
     finally:
         file.close()
     invocation = read_config(folder).invocation

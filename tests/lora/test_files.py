@@ -153,6 +153,39 @@ def test_missing_halves_shapes_and_modules_are_refused(tmp_path: Path, spec: Dec
         check_adapter(write_adapter(tmp_path / "rank", spec), spec, AdapterLimits(4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_that_are_none_are_refused_by_the_name_of_their_tensor(
+    tmp_path: Path, spec: DecoderSpec, dtype: torch.dtype
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", spec, dtype=dtype)
+    name = f"{LAYER}.self_attn.v_proj.lora_B.weight"
+    up = torch.full((32, 8), torch.finfo(dtype).max, dtype=dtype)
+    for value in (torch.finfo(dtype).max, torch.nan, torch.inf, -torch.inf):
+        up[-1, -1] = value
+        _change_tensors(folder, {name: up})
+        if value == torch.finfo(dtype).max:
+            check_adapter(folder, spec, AdapterLimits(16))
+            continue
+        with pytest.raises(CheckpointError, match=f"{name} has numbers that are not finite"):
+            check_adapter(folder, spec, AdapterLimits(16))
+
+
+def test_an_adapter_that_was_trained_for_vectors_is_the_same_one(
+    folder: Path, spec: DecoderSpec
+) -> None:
+    """PEFT wraps the model without its head then, so that names lack a prefix."""
+    loader = AdapterLoader(spec, ReferenceKernels(), "float32", AdapterLimits(16))
+    before = loader.load(AdapterOrder(content_digest(folder), str(folder)))
+    path = folder / "adapter_model.safetensors"
+    named = {name.replace("model.model.", "model."): each for name, each in load_file(path).items()}
+    assert not named.keys() & load_file(path).keys()
+    save_file(named, path)
+    _change_config(folder, task_type="FEATURE_EXTRACTION")
+    check_adapter(folder, spec, AdapterLimits(16))
+    after = loader.load(AdapterOrder(content_digest(folder), str(folder)))
+    assert (after.numbers, after.num_bytes) == (before.numbers, before.num_bytes)
+
+
 def test_folders_without_an_adapter_and_broken_files_are_refused(
     folder: Path, spec: DecoderSpec, tmp_path: Path
 ) -> None:
