@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from quire.errors import InvalidParameterError
@@ -17,7 +18,8 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int
-    lora_path: str = ""
+    lora_path: str | os.PathLike[str] = ""
+    """A `Path` is taken as well."""
     base_model_name: str | None = None
     load_inplace: bool = False
     """Has no effect: what a folder holds is looked at with every request."""
@@ -33,6 +35,8 @@ class LoRARequest:
             raise InvalidParameterError(
                 f"lora_int_id={number!r} must be an integer above 0", param="lora_int_id"
             )
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         if not isinstance(self.lora_path, str) or not self.lora_path or "\0" in self.lora_path:
             raise InvalidParameterError(
                 f"lora_path={self.lora_path!r} must be the folder of an adapter", param="lora_path"
@@ -51,4 +55,4 @@ class LoRARequest:
     @property
     def path(self) -> str:
         """Return the folder."""
-        return self.lora_path
+        return os.fspath(self.lora_path)

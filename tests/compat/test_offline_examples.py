@@ -552,6 +552,7 @@ def test_a_progress_bar_of_ones_own_is_called_as_tqdm_is(llm: LLM) -> None:
 def test_adapters_are_named_as_other_engines_name_them(llm: LLM) -> None:
     adapter = LoRARequest("sql", 1, "no-such-folder")
     assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 1, "no-such-folder")
+    assert LoRARequest("sql", 1, Path("no-such-folder")) == adapter
     with pytest.raises(QuireError, match="enable_lora=True"):
         llm.generate("x", lora_request=adapter)
     with pytest.raises(QuireError, match="enable_lora=True"):

@@ -206,10 +206,23 @@ def test_paths_stay_in_the_folder(ask: Ask, folder: Path, path: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "a b", "../x", STORYTELLER, "a\0", "x" * 129, "caf\N{LATIN SMALL LETTER E WITH ACUTE}"],
+    [
+        "",
+        "a b",
+        "../x",
+        "_a",
+        "a..b",
+        STORYTELLER,
+        "a\0",
+        "x" * 129,
+        "caf\N{LATIN SMALL LETTER E WITH ACUTE}",
+    ],
 )
 def test_names_are_plain(ask: Ask, name: str) -> None:
-    assert ask("/v1/load_lora_adapter", lora_name=name, lora_path="v0").status_code == 400
+    answer = ask("/v1/load_lora_adapter", lora_name=name, lora_path="v0")
+    assert answer.status_code == 400
+    is_told = "letters, digits and _.:/@+- (at most 128), begin with a letter" in answer.text
+    assert is_told != (name == STORYTELLER)
 
 
 def test_absolute_paths_inside_the_folder_are_taken(ask: Ask, folder: Path) -> None:

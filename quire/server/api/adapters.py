@@ -132,7 +132,8 @@ class ServedAdapters:
     def _check_name(self, name: str, *, is_in_place: bool) -> None:
         if not _NAME.fullmatch(name) or ".." in name:
             raise bad_request(
-                f"lora_name={name[:128]!r} must be letters, digits and _.:/@+- (at most 128)",
+                f"lora_name={name[:128]!r} must be letters, digits and _.:/@+- (at most 128), "
+                "begin with a letter or a digit, and have no two dots in a row",
                 param="lora_name",
             )
         if name in self._model_names:
