@@ -27,7 +27,7 @@ from quire.core.speculation.speculator import Speculator
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError, QuireError
 from quire.kernels import cpu
-from quire.lora import weights
+from quire.lora import finite, weights
 from quire.outputs import RequestOutput
 from quire.weights.tensor_file import TensorFile
 
@@ -327,6 +327,7 @@ def test_copies_of_a_table_are_compared_row_by_row(
 
     llm = make_llm(model=str(tmp_path / "model"))
     monkeypatch.setattr(weights, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(finite, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(TensorFile, "read_into", noted)
     own, changed = _answers(
         llm, [LoRARequest(each.name, place, str(each)) for place, each in enumerate(folders, 1)]
