@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from quire.common.http_head import CHUNKED, body_length, options_of, parse_head
 from quire.common.lookup import addresses_of
 from quire.common.watch_clock import counted_timeout, looking_clock
 from quire.errors import ConfigError, QuireError
@@ -455,43 +456,31 @@ class _Connection(asyncio.BufferedProtocol):
                 raise HttpError("the server's headers do not end", kind="protocol")
             return data
         self.has_answered = True
-        status_line, *lines = data[:end].decode("latin-1").split("\r\n")
-        version, _, rest = status_line.partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise HttpError(
-                f"this is not an answer in HTTP/1.1: {status_line[:80]!r}", kind="protocol"
-            )
-        headers = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
-        self._answer = HttpResponse(int(rest[:3]), headers)
-        if self._answer.status >= 200:  # before it may come informational ones
-            self._begin_body(version)
+        try:
+            version, status, headers = parse_head(data[:end])
+            length = body_length(headers)
+        except ValueError as error:
+            raise HttpError(str(error), kind="protocol") from None
+        self._answer = HttpResponse(status, headers)
+        if status >= 200:  # before it may come informational ones
+            self._keeps = version == "HTTP/1.1" and "close" not in options_of(headers)
+            self._begin_body(length)
         return data[end + 4 :]
 
-    def _begin_body(self, version: str) -> None:
-        answer, headers = self._answer, self._answer.headers
+    def _begin_body(self, length: int | None) -> None:
+        answer = self._answer
         if self._receiver is not None:
             self._receiver.head(answer, self)
         if not 200 <= answer.status < 300:
             self._sink = None
-        self._keeps = keeps = (
-            headers.get("connection", "").lower() != "close" and version == "HTTP/1.1"
-        )
-        length = headers.get("content-length", "")
-        if answer.status in _NO_BODY or self._is_head:
-            self._end(can_reuse=keeps)
-        elif "chunked" in headers.get("transfer-encoding", "").lower():
+        if answer.status in _NO_BODY or self._is_head or length == 0:
+            self._end(can_reuse=self._keeps)
+        elif length == CHUNKED:
             self._take = self._take_chunk_line
-        elif length.isdigit():
-            self._num_left, self._take = int(length), self._take_counted
-            if not self._num_left:
-                self._end(can_reuse=keeps)
-        elif length:
-            raise HttpError(f"the answer's length is {length[:40]!r}", kind="protocol")
-        else:
+        elif length is None:
             self._take = self._take_rest
+        else:
+            self._num_left, self._take = length, self._take_counted
 
     def _take_counted(self, data: bytes) -> bytes:
         piece, rest = data[: self._num_left], data[self._num_left :]
@@ -531,6 +520,8 @@ class _Connection(asyncio.BufferedProtocol):
                 return data
         if len(data) < 2:  # the line end after a chunk
             return data
+        if not data.startswith(b"\r\n"):
+            raise HttpError(f"a chunk does not end before {data[:40]!r}", kind="protocol")
         self._take = self._take_chunk_line
         self._is_between_chunks = True
         return data[2:]

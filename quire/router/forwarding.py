@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from quire.common.http_client import HttpError, HttpRequest
+from quire.common.http_head import CHUNKED, body_length, joined, options_of, split
 from quire.config.route import RouteConfig
 from quire.router.asks import AskReader, Read
 from quire.router.fleet import Fleet, Trip
@@ -32,6 +32,8 @@ from quire.server.http.errors import ApiError, overloaded
 from quire.server.http.responses import WRITER
 from quire.server.quota.admission import AdmissionControl
 
+_ECHOING_METHODS = frozenset({"TRACE", "CONNECT"})
+"""A back end answers TRACE with the headers it was sent: with the key that the router shows it."""
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _DROPPED = frozenset(
     {
@@ -110,6 +112,8 @@ class Forwarder:
         """Serve one request. Raises ApiError, or ClientDisconnect."""
         if not is_forwarded(scope):
             raise ApiError(404, "there is no such path", code="unknown_url")
+        if scope["method"] in _ECHOING_METHODS:
+            raise ApiError(405, f"{scope['method']} is not forwarded", code="method_not_allowed")
         if self.is_draining:
             raise overloaded("the router is draining", code="draining", retry_after_s=1, status=503)
         call = call_in(scope)
@@ -146,10 +150,10 @@ class Forwarder:
                 receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
             )
         call, path = call_in(scope), scope["path"]
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        dropped = _DROPPED | _of_connection(headers)
+        headers = joined(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
+        dropped = _DROPPED | options_of(headers)
         headers = {name: value for name, value in headers.items() if name not in dropped}
         if not self._passes_keys:
             headers = {name: value for name, value in headers.items() if name not in SECRETS}
@@ -306,15 +310,16 @@ class _Delivery:
         assert answer is not None
         self.has_begun, self._relay = True, relay
         self._is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-        dropped = _DROPPED_OF_ANSWERS | _of_connection(answer.headers)
+        dropped = _DROPPED_OF_ANSWERS | options_of(answer.headers)
         headers = [
             (name.encode("latin-1"), value.encode("latin-1"))
-            for name, value in {**answer.headers, **self._rates}.items()
+            for name, values in {**answer.headers, **self._rates}.items()
             if name not in dropped
+            for value in split(name, values)
         ]
-        length = answer.headers.get("content-length")
-        if length is not None and "transfer-encoding" not in answer.headers:
-            headers.append((b"content-length", length.encode("latin-1")))
+        length = body_length(answer.headers)
+        if length is not None and length != CHUNKED:
+            headers.append((b"content-length", str(length).encode()))
         await self._send(
             {"type": "http.response.start", "status": answer.status, "headers": headers}
         )
@@ -356,12 +361,6 @@ class _Delivery:
         self._has_ended = True
         await self._send({"type": "http.response.body", "body": data + last, "more_body": False})
         return True
-
-
-def _of_connection(headers: Mapping[str, str]) -> frozenset[str]:
-    """Return the headers that are said to be one connection's."""
-    named = headers.get("connection", "").lower().split(",")
-    return frozenset(name.strip() for name in named)
 
 
 async def _departure(receive: Receive) -> None:

@@ -13,6 +13,7 @@ import asyncio
 from typing import Protocol
 
 from quire.common.http_client import HttpResponse, Valve
+from quire.common.http_head import body_length
 from quire.server.http.responses import EventWriter
 
 MAX_HELD_BYTES = 1 << 20
@@ -51,10 +52,8 @@ class Relay:
     def head(self, answer: HttpResponse, valve: Valve) -> None:
         """See `Receiver`."""
         self._valve = valve
-        length = answer.headers.get("content-length", "")
-        if "transfer-encoding" in answer.headers:  # which counts, then
-            length = ""
-        is_short = length.isdigit() and len(length) < 10 and int(length) <= MAX_HELD_BYTES
+        length = body_length(answer.headers)
+        is_short = length is not None and 0 <= length <= MAX_HELD_BYTES
         # an error's body is short as well, however it is framed
         self.is_held = is_short or not 200 <= answer.status < 300
         self.answer = answer

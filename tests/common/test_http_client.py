@@ -74,10 +74,11 @@ def raw(*answers: bytes, heads: list[bytes] | None = None, piece: int | None = N
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n5;x=y\r\nhello\r\n1\r\n!\r\n0\r\nT: v\r\n\r\n"
 COUNTED = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nhello!"
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\n\r\nhello!"
+TWICE = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\ncontent-length: 6\r\nConnection: x, Close\r\n\r\nhello!"
 INFORMED = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + COUNTED
 
 
-@pytest.mark.parametrize("answer", [CHUNKED, COUNTED, UNTIL_CLOSED, INFORMED])
+@pytest.mark.parametrize("answer", [CHUNKED, COUNTED, TWICE, UNTIL_CLOSED, INFORMED])
 @pytest.mark.parametrize("piece", [None, 1, 7])
 def test_every_framing_cut_anywhere(answer: bytes, piece: int | None) -> None:
     async def ask() -> None:
@@ -173,7 +174,27 @@ def test_an_error_body_is_collected_and_never_reaches_the_sink() -> None:
             "protocol",
             "chunk's size",
         ),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: -4\r\n\r\n", "protocol", "length"),
+        *(
+            (b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n{}", "protocol", message)
+            for head, message in (
+                (b"content-length: -4", "length"),
+                (b"content-length: \xb2", "length"),
+                (b"content-length: " + b"9" * 5000, "length"),
+                (b"content-length: 2\r\ncontent-length: 5", "length is '2, 5'"),
+                (b"transfer-encoding: gzip, chunked", "transfer-encoding 'gzip, chunked'"),
+                (b"x-a: b\nset-cookie: c=d", "no valid header"),
+                (b"x-a: b\r\n folded", "no valid header"),
+                (b"x a: b", "no valid header"),
+                (b"x-a", "no valid header"),
+            )
+        ),
+        (b"HTTP/1.1 000 None\r\n\r\n", "protocol", "not an answer in HTTP"),
+        (b"HTTP/1.1 \xb2\xb2\xb2 OK\r\n\r\n", "protocol", "not an answer in HTTP"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nabXX0\r\n\r\n",
+            "protocol",
+            "chunk does not end",
+        ),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70000, "protocol", "do not end"),
         (b"", "broken", "broke off"),
     ],

@@ -67,7 +67,8 @@ def test_what_is_said_of_one_connection_stays_there() -> None:
     async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(
-            b"HTTP/1.1 200 OK\r\nconnection: close, x-hop\r\nx-hop: 1\r\nx-end: 2\r\n"
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-hop: 1\r\nx-end: 2\r\n"
+            b"set-cookie: a=1, b\r\nvary: a\r\nconnection: x-hop\r\nset-cookie: c=2\r\nvary: b\r\n"
             b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
         )
         writer.close()
@@ -86,6 +87,22 @@ def test_what_is_said_of_one_connection_stays_there() -> None:
             assert "content-length" not in got.headers  # of two lengths, the other one counted
             assert "x-hop" not in got.headers and got.headers["x-end"] == "2"
             assert b"x-hop" not in heads[0] and b"x-end: 2" in heads[0]
+            assert got.headers["vary"] == "a, b"
+            assert got.headers["set-cookie"].split("\n") == ["a=1, b", "c=2"]  # two headers
+            reader, writer = await asyncio.open_connection(
+                *up.url.removeprefix("http://").split(":")
+            )
+            writer.write(
+                b"GET /v1/files/x HTTP/1.1\r\nhost: x\r\nconnection: x-hop\r\nx-hop: 1\r\n"
+                b"x-end: 2\r\nconnection: close\r\nx-end: 3\r\ncookie: a=1\r\ncookie: b=2\r\n\r\n"
+            )
+            assert (await reader.read()).endswith(b"hello\r\n0\r\n\r\n")
+            writer.close()
+            assert b"x-hop" not in heads[1] and b"x-end: 2, 3\r\n" in heads[1]
+            assert b"cookie: a=1; b=2\r\n" in heads[1]
+            assert _error(await up.client.request(HttpRequest("TRACE", "/v1/files/x"))) == (
+                405, "method_not_allowed",
+            )  # fmt: skip
 
     asyncio.run(run())
 
@@ -153,6 +170,35 @@ def test_refusals(status: int, body: bytes, is_retried: bool) -> None:
         assert answer.status == status and answer.body == body
 
     play(scene, "a", "b", policy="round-robin", health_interval_s=60)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"200 OK\r\ncontent-length: \xb2",
+        b"200 OK\r\ncontent-length: 2\r\nx-a: b\nset-cookie: c=d",
+        b"000 None\r\ncontent-length: 2",
+    ],
+)
+def test_an_answer_that_is_none_is_asked_for_elsewhere(answer: bytes) -> None:
+    async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 " + answer + b"\r\n\r\n{}")
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(odd, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with (
+            server,
+            backends("a") as made,
+            routed(url, made[0].url, health_interval_s=60, policy="round-robin") as up,
+        ):
+            for _ in range(3):
+                assert (await up.post("/v1/completions", BODY)).status == 200
+            assert up.app.fleet.replicas[0].num_by_outcome["failed"] > 0
+
+    asyncio.run(run())
 
 
 def test_what_stores_something_is_sent_once() -> None:
