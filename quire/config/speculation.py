@@ -30,8 +30,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_heterogeneous_vocab": (True, False),
 }
 """Keys of vLLM's that have nothing to choose here, and the values that ask for what is done."""
-_OLD_NAMES = {"deepseek_mtp": "mtp"}
-_NO_MODELS = ("ngram", "[ngram]", "suffix")
+_OLD_NAMES = {"deepseek_mtp": "mtp", "[ngram]": "ngram"}
+_NGRAM = ("ngram", "[ngram]")
+"""What vLLM's older configurations call this method, as the name of a model, too."""
+_NO_MODELS = (*_NGRAM, "suffix")
 """What `model` says where none is meant."""
 _WITH_FILES = ("draft_model", "eagle", "eagle3")
 """Methods that read a model of their own."""
@@ -88,8 +90,9 @@ class SpeculationConfig:
         known = [item.name for item in fields(cls)]
         if "method" not in given and "prompt_lookup_max" in given:
             given["method"] = "ngram"  # as vLLM's older configurations have it
-        if given.get("method") in _OLD_NAMES:
-            given["method"] = _OLD_NAMES[given["method"]]
+        method = given.get("method", given.get("model") if given.get("model") in _NGRAM else None)
+        if isinstance(method, str):
+            given["method"] = _OLD_NAMES.get(method, method)
         if given.get("model") in _NO_MODELS and given.get("method") != "draft_model":
             del given["model"]
         elif "model" in given:

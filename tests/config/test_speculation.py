@@ -22,6 +22,9 @@ def test_vllms_keys_are_read() -> None:
         {"model": "[ngram]", "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     )
     assert (older.method, older.ngram_sizes) == ("ngram", (2, 3))
+    for name in ("model", "method"):
+        oldest = SpeculationConfig.from_mapping({name: "[ngram]", "num_speculative_tokens": 3})
+        assert oldest == SpeculationConfig(method="ngram", num_speculative_tokens=3)
     suffix = SpeculationConfig.from_mapping(
         {
             "method": "suffix", "suffix_decoding_max_tree_depth": 12,
@@ -71,6 +74,7 @@ def test_vllms_keys_are_read() -> None:
         ({"method": "auto", "prompt_lookup_max": 3}, ConfigError, "no effect with method 'auto'"),
         ({"method": "suffix", "model_method": "mtp"}, ConfigError, "choose 'auto'"),
         ({}, ConfigError, "method is missing"),
+        ({"method": ["ngram"]}, ConfigError, "unknown method ['ngram']"),
         ({"method": "suffix", "model": "x"}, ConfigError, "has no effect with method 'suffix'"),
         (
             {"method": "draft_model", "model": "x", "parallel_drafting": True},
