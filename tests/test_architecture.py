@@ -204,7 +204,7 @@ MAX_LINES = {
     "quire/router": 2_200,
     "quire/routing": 700,
     "quire/sampling": 1_300,
-    "quire/server": 15_470,
+    "quire/server": 15_530,
     "quire/sim": 1_800,
     "quire/spec": 900,
     "quire/text": 4_450,

@@ -31,8 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of vLLM's that have nothing to choose here, and the values that ask for what is done."""
 _OLD_NAMES = {"deepseek_mtp": "mtp", "[ngram]": "ngram"}
-_NGRAM = ("ngram", "[ngram]")
-"""What vLLM's older configurations call this method, as the name of a model, too."""
+_NGRAM = ("ngram", "[ngram]")  # also as the name of a model, in vLLM's older configurations
 _NO_MODELS = (*_NGRAM, "suffix")
 """What `model` says where none is meant."""
 _WITH_FILES = ("draft_model", "eagle", "eagle3")

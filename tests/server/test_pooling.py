@@ -155,7 +155,7 @@ def test_coheres_client_reranks_as_the_library_scores(
 
 
 def test_floats_and_base64_are_the_same_numbers(embedder: RunningServer) -> None:
-    plain = post(embedder, "/v1/embeddings", input=TEXTS)
+    plain = post(embedder, "/v1/embeddings", input=TEXTS, encoding_format=None)
     coded = post(embedder, "/v1/embeddings", input=TEXTS, encoding_format="base64")
     for a, b in zip(plain["data"], coded["data"], strict=True):
         assert np.array(a["embedding"], "<f4").tobytes() == base64.b64decode(b["embedding"])
@@ -294,6 +294,8 @@ def test_classes_have_their_names(classifier: RunningServer, folders: dict[str, 
          "documents[1]: the text has"),
         ("/pooling", {"input": "a", "task": "embed", "truncate_prompt_tokens": 900},
          "truncate_prompt_tokens", "beyond the 256"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format",
+         "none of the values that are allowed: 'base64', 'float'"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens",
          "=0 must be a number of tokens from 1 up, or -1"),
         ("/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 0},

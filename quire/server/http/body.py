@@ -31,6 +31,10 @@ _UNKNOWN_FIELD = "Object contains unknown field"
 _MAX_UNKNOWN = 64
 """Names of unknown fields that are kept."""
 _PATH = re.compile(r" - at (?:`key` in )?`\$([^`]*)`\Z")
+_STEP = re.compile(r"\.([^.\[]+)")
+"""Of such a path, to a field."""
+_MAX_ALLOWED = 16
+"""Values that an error lists."""
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -116,7 +120,7 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
         names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         nested = _nested_unknown(body, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
+        raise _invalid_field(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise bad_request("the request body is not valid JSON", code="invalid_json") from None
     known = set(kind.__struct_encode_fields__)
@@ -252,10 +256,10 @@ def convert(data: Any, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
+        raise _invalid_field(str(error), kind) from None
 
 
-def _invalid_field(text: str) -> ApiError:
+def _invalid_field(text: str, kind: type[msgspec.Struct]) -> ApiError:
     found = _PATH.search(text)
     if found is None:
         return bad_request(f"the request body is invalid: {text}", code="invalid_type")
@@ -263,6 +267,27 @@ def _invalid_field(text: str) -> ApiError:
     message = text[: found.start()].replace("`", "'")
     if message.startswith("Invalid enum value"):  # which is quoted there, and may be anything
         message = "it is none of the values that are allowed"
+        allowed = list(dict.fromkeys(_allowed(inspect.type_info(kind), found[1])))
+        if 0 < len(allowed) <= _MAX_ALLOWED:
+            message += f": {', '.join(map(repr, allowed))}"
     return bad_request(
         f"{param or 'the request body'}: {message}", param=param, code="invalid_type"
     )
+
+
+def _allowed(info: inspect.Type, path: str) -> Iterator[object]:
+    """The values that a type lists for what stands at a path, as the decoder writes it."""
+    name = _STEP.match(path)
+    if isinstance(info, inspect.Metadata):
+        yield from _allowed(info.type, path)
+    elif isinstance(info, inspect.UnionType):
+        for each in info.types:
+            yield from _allowed(each, path)
+    elif isinstance(info, inspect.LiteralType) and not path:
+        yield from info.values
+    elif isinstance(info, inspect.ListType) and path.startswith("["):
+        yield from _allowed(info.item_type, path[path.index("]") + 1 :])
+    elif isinstance(info, inspect.StructType) and name is not None:
+        for field in info.fields:
+            if field.encode_name == name[1]:
+                yield from _allowed(field.type, path[name.end() :])

@@ -28,7 +28,8 @@ _T = TypeVar("_T")
 class EmbeddingRequest(VectorFields, kw_only=True):
     """The body of an embedding request."""
 
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
+    """None is "float", as clients send it that know no default."""
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
@@ -136,14 +137,14 @@ def _num_numbers(outputs: list[RequestOutput]) -> int:
     return sum(len(output.pooled or b"") // 4 for output in outputs)
 
 
-def _shown(output: RequestOutput, form: str) -> Any:
+def _shown(output: RequestOutput, form: str | None) -> Any:
     """A vector as the client wants it: base64 is that of little-endian float32."""
     if form == "base64":
         return base64.b64encode(output.pooled or b"").decode()
     return floats_of(output)
 
 
-def _written(vectors: NDArray[np.float32], form: str) -> Any:
+def _written(vectors: NDArray[np.float32], form: str | None) -> Any:
     """The same of vectors that were read already, one or many."""
     if form == "base64":
         return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
