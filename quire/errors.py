@@ -57,6 +57,13 @@ class CheckpointError(QuireError):
 class RequestError(QuireError):
     """One request cannot be served; other requests are not affected."""
 
+    place: str | None = None
+    """Which of several prompts it is about (`prompts[3]`), where a call was given several."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.place is None else f"{self.place}: {text}"
+
 
 class InvalidParameterError(RequestError):
     """A sampling parameter or an argument out of its range.

@@ -22,7 +22,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.loop.engine import Engine
 from quire.engine.loop.sharing import Output, Session, is_last
 from quire.engine.pooling.calls import PoolingCalls
-from quire.errors import ConfigError, InvalidParameterError
+from quire.errors import ConfigError, InvalidParameterError, RequestError
 from quire.grammar.judge import judge
 from quire.media.parts import take_images, with_image_parts
 from quire.media.sources import ImageSource
@@ -397,10 +397,11 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         digests: Sequence[Digest],
         use_tqdm: Progress,
         lora_request: LoRARequests,
+        places: Sequence[str] = (),
     ) -> list[RequestOutput]:
         adapters = self.engine.adapters.one_each(lora_request, len(prompts))
         session = Session(self.llm_engine.shared)
-        ids = self._add(session, prompts, digests, adapters, None)
+        ids = self._add(session, prompts, digests, adapters, None, places)
         outputs = self._finish(session, ids, use_tqdm)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
@@ -411,8 +412,10 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         params: Sequence[SamplingParams | BeamSearchParams | Digest],
         adapters: Sequence[ChosenAdapter | None],
         priority: Sequence[int] | None,
+        places: Sequence[str] = (),
     ) -> list[str]:
-        """Add requests, all or none."""
+        """Add requests, all or none. Errors say which prompt they are about, as `places` call them
+        (`prompts[0]` and so on), where there are several."""
         if priority is not None and len(priority) != len(prompts):
             raise InvalidParameterError(
                 f"{len(priority)} priorities for {len(prompts)} prompts", param="priority"
@@ -423,8 +426,10 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
                 prompts, params, adapters, priority or [0] * len(prompts), strict=True
             ):
                 ids.append(session.add(prompt, each, adapter=adapter, priority=rank))
-        except BaseException:
+        except BaseException as error:
             _abort(session, ids)
+            if isinstance(error, RequestError) and len(prompts) > 1:
+                error.place = places[len(ids)] if places else f"prompts[{len(ids)}]"
             raise
         return ids
 

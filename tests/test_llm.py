@@ -217,7 +217,7 @@ def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> Non
     with pytest.raises(InvalidParameterError, match="2 sampling_params for 1 prompts"):
         storyteller.generate(["x"], [SamplingParams(), SamplingParams()], use_tqdm=False)
     prompts: list[Prompt] = ["fine", {"prompt_token_ids": [10**6]}]
-    with pytest.raises(InvalidParameterError):
+    with pytest.raises(InvalidParameterError, match=r"^prompts\[1\]: token id 1000000 is not in"):
         storyteller.generate(prompts, use_tqdm=False)
     for params in ({"max_tokens": 3}, [None], BeamSearchParams(beam_width=2, max_tokens=2)):
         with pytest.raises(InvalidParameterError, match="sampling_params must be"):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_config
 from quire.cli.output_file import OutputError, check_output, open_output
-from quire.cli.text_lines import add_file_arguments, check_apart, read_lines
+from quire.cli.text_lines import add_file_arguments, check_apart, lines_named, read_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,14 +69,16 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     check_apart(args.files, args.output)
     check_output(args.output)
-    lines = read_lines(args.files)
-    texts = chain([next(lines)], lines)  # before the model is loaded: there may be none
+    given = read_lines(args.files)
+    texts = chain([next(given)], given)  # before the model is loaded: there may be none
     with closing(LLM(args.model, **options)) as llm:
 
         def vectors() -> Iterator[tuple[str, NDArray[np.float32]]]:
             """Texts and their vectors, so many at a time that files of any length can be read."""
-            for group in groups(texts, _TEXTS_AT_ONCE):
-                outputs = llm.embed(group, params, use_tqdm=not args.no_progress)
+            while lines := list(islice(texts, _TEXTS_AT_ONCE)):
+                group = [line.text for line in lines]
+                with lines_named(lines, "prompts"):
+                    outputs = llm.embed(group, params, use_tqdm=not args.no_progress)
                 yield from zip(group, (output.outputs.data for output in outputs), strict=True)
 
         if args.output is not None and args.output.endswith(".npy"):
@@ -111,9 +113,3 @@ def _write_array(output: str, vectors: Vectors) -> None:
             file.write(made.data)  # NumPy's own way to a file does not say what failed
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror}") from None
-
-
-def groups(lines: Iterator[str], count: int) -> Iterator[Sequence[str]]:
-    """Lines, so many at a time."""
-    while group := list(islice(lines, count)):
-        yield group

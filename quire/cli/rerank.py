@@ -10,7 +10,7 @@ from quire.cli.embed import engine_options
 from quire.cli.options import add_engine_options
 from quire.cli.output_file import check_output, open_output
 from quire.cli.parser import UsageError
-from quire.cli.text_lines import add_file_arguments, check_apart, read_lines
+from quire.cli.text_lines import add_file_arguments, check_apart, lines_named, read_lines
 
 EXAMPLES = """\
 examples:
@@ -48,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
     if args.top_n is not None and args.top_n < 1:
         raise UsageError(f"--top-n={args.top_n} must be at least 1; leave it out for all documents")
     check_apart(args.files, args.output)
-    documents = list(read_lines(args.files))
+    lines = list(read_lines(args.files))
+    documents = [line.text for line in lines]
     options = engine_options(args)
     check_output(args.output)
-    with closing(LLM(args.model, **options)) as llm:
+    with closing(LLM(args.model, **options)) as llm, lines_named(lines, "data_2"):
         outputs = llm.score(
             args.query,
             documents,

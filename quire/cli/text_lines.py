@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from quire.cli.parser import UsageError
+from quire.errors import RequestError
 
 _ENCODING = "utf-8-sig"
 """UTF-8, of which some programs write three bytes before the first line."""
+
+
+class TextLine(NamedTuple):
+    """A line, and where it stands: `documents.txt:12`."""
+
+    text: str
+    place: str
 
 
 def add_file_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -28,7 +37,7 @@ def add_file_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def read_lines(files: list[str]) -> Iterator[str]:
+def read_lines(files: list[str]) -> Iterator[TextLine]:
     """The lines that are not empty, in order. Raises UsageError for a file that cannot be read, of
     those that are named before the first line of any, and where there is no line at all."""
     for name in files:
@@ -38,10 +47,11 @@ def read_lines(files: list[str]) -> Iterator[str]:
                 path.open("rb").close()  # a pipe or a terminal could lose its text
     num_lines = 0
     for name in files or ["-"]:
-        with _readable("standard input" if name == "-" else name):
-            for line in _lines(name):
+        shown = "standard input" if name == "-" else name
+        with _readable(shown):
+            for number, line in _lines(name):
                 num_lines += 1
-                yield line
+                yield TextLine(line, f"{shown}:{number}")
     if not num_lines:
         given = ", ".join(files) or "standard input"
         raise UsageError(f"{given}: no line has any text; give one text on each line")
@@ -66,12 +76,25 @@ def _readable(name: str) -> Iterator[None]:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from None
 
 
-def _lines(name: str) -> Iterator[str]:
+def _lines(name: str) -> Iterator[tuple[int, str]]:
     with strict_stdin() if name == "-" else open(name, encoding=_ENCODING) as stream:
-        for line in stream:
+        for number, line in enumerate(stream, 1):
             text = line.strip()
             if text:
-                yield text
+                yield number, text
+
+
+@contextmanager
+def lines_named(lines: Sequence[TextLine], name: str) -> Iterator[None]:
+    """Have an error about one of these lines, which were given to a call as `name`, say where it
+    stands."""
+    try:
+        yield
+    except RequestError as error:
+        found = re.fullmatch(rf"{name}\[(\d+)\]", error.place or f"{name}[0]" * (len(lines) == 1))
+        if found is not None:
+            error.place = lines[int(found[1])].place
+        raise
 
 
 @contextmanager

@@ -163,6 +163,24 @@ def test_a_file_that_is_read_is_not_written(
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("command", [["embed"], ["rerank", "-q", "a"]])
+def test_a_line_that_is_too_long_is_named(
+    command: list[str],
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.cli.embed._TEXTS_AT_ONCE", 2)
+    path = tmp_path / "long.txt"
+    first, *more = command
+    for before in ("", "a\n\nb\n\nc\n"):
+        path.write_text(f"{before}{'lovely ' * 999}\n")
+        assert main([first, str(folder), str(path), *more, *OPTIONS]) == 2
+        said = f"error: {path}:{before.count(chr(10)) + 1}: the text has "
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["full.npy", "full.json"])
 def test_a_disk_that_is_full_is_named(
     name: str, folder: Path, lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

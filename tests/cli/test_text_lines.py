@@ -22,6 +22,10 @@ def _typed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
 
 
+def _read(*names: str) -> list[str]:
+    return [each.text for each in read_lines(list(names))]
+
+
 def _prompts(name: str) -> list[str]:
     args = Namespace(prompt=[], prompts_file=name, chat=False, system=None, chat_template=None)
     return [each.text for each in read_prompts(args, None)]
@@ -31,10 +35,11 @@ def test_a_line_ends_where_a_file_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     """JSON and prose may hold separators of Unicode, and a form feed."""
     path = tmp_path / "lines.txt"
     path.write_bytes(TEXT.encode())
-    assert list(read_lines([str(path)])) == LINES
+    assert _read(str(path)) == LINES
+    assert [each.place for each in read_lines([str(path)])] == [f"{path}:1", f"{path}:3"]
     assert [each.strip() for each in _prompts(str(path))] == LINES
     _typed(monkeypatch, TEXT.encode())
-    assert list(read_lines([str(path), "-", "-"])) == LINES * 2
+    assert _read(str(path), "-", "-") == LINES * 2
     _typed(monkeypatch, TEXT.encode())
     assert [each.strip() for each in _prompts("-")] == LINES
     path = tmp_path / "lines.jsonl"

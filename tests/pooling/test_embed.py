@@ -203,6 +203,15 @@ def test_texts_that_are_too_long_are_refused_with_the_numbers_or_cut_on_request(
         llm.embed(long, use_tqdm=False, truncate_prompt_tokens=257)
     with pytest.raises(QuireError, match=r"=2 leaves nothing of the text: 2 tokens .* at least 3"):
         llm.embed("lovely", use_tqdm=False, truncate_prompt_tokens=2)
+    for call, place in (
+        (lambda: llm.embed(["a", "b", long], use_tqdm=False), "prompts[2]"),
+        (lambda: llm.embed(["a", b"b"], use_tqdm=False), "prompts[1]"),  # type: ignore[arg-type]
+        (lambda: llm.score("a", ["b", "c", long], use_tqdm=False), "data_2[2]"),
+        (lambda: llm.score([long, "a"], ["b", "c"], use_tqdm=False), "data_1[0]"),
+    ):
+        with pytest.raises(QuireError) as caught:
+            call()
+        assert str(caught.value).startswith(f"{place}: ")
     [output] = llm.embed(
         {"prompt_token_ids": ids}, PoolingParams(truncate_prompt_tokens=9), use_tqdm=False
     )

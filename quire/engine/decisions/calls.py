@@ -27,6 +27,7 @@ class DecisionCalls:
         digests: Sequence[Digest],
         use_tqdm: bool | Callable[..., Any],
         lora_request: LoRARequests,
+        places: Sequence[str] = (),
     ) -> list[RequestOutput]:
         """Compute requests; their outputs in order."""
         raise NotImplementedError
@@ -70,5 +71,6 @@ class DecisionCalls:
             [each.digest for each in prompts],
             use_tqdm,
             lora_request,
+            [f"questions[{number}]" for number in range(len(prompts))],
         )
         return [answer_to(*each) for each in zip(listed, outputs, strict=True)]

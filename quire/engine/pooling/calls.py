@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from quire.core.pooling import PoolingParams, PoolingTask, read_truncation
 from quire.engine.front.adapters import LoRARequests
@@ -27,11 +27,13 @@ from quire.engine.pooling.outputs import (
     vectors_of,
 )
 from quire.engine.pooling.requests import PoolingRequests
-from quire.errors import InvalidParameterError
+from quire.errors import InvalidParameterError, RequestError
 
 if TYPE_CHECKING:
     from quire.engine.loop.engine import Engine
 
+_T = TypeVar("_T")
+_Made = TypeVar("_Made")
 Progress = bool | Callable[..., Any]
 Params = PoolingParams | Sequence[PoolingParams] | None
 
@@ -78,8 +80,9 @@ class PoolingCalls:
         digests: Sequence[Digest],
         use_tqdm: Progress,
         lora_request: LoRARequests,
+        places: Sequence[str] = (),
     ) -> list[RequestOutput]:
-        """Compute requests; their outputs in order."""
+        """Compute requests; their outputs in order. Errors call prompts by their places."""
         raise NotImplementedError
 
     @cached_property
@@ -171,12 +174,13 @@ class PoolingCalls:
         self._pooling.check_scores()
         keep = params.truncate_prompt_tokens if given.keep is None else given.keep
         texts, digest = self._pooling.texts, self._pooling.digest(params, "score")
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": texts.join(*pair, keep, instruction)}
-            for pair in zip(first, second, strict=True)
-        ]
+        pairs = list(zip(first, second, strict=True))
+        places = [f"data_2[{number}]" for number in range(len(pairs))]
+        prompts: list[Prompt] = _each_named(
+            pairs, places, lambda pair: {"prompt_token_ids": texts.join(*pair, keep, instruction)}
+        )
         outputs = self._run_digests(
-            prompts, [digest] * len(prompts), given.use_tqdm, given.lora_request
+            prompts, [digest] * len(prompts), given.use_tqdm, given.lora_request, places
         )
         return [
             output_of(ScoringRequestOutput, each, ScoringOutput(float(vectors_of(each)[0][0])))
@@ -190,8 +194,10 @@ class PoolingCalls:
             raise InvalidParameterError(
                 "score() of vectors takes one adapter for all texts, or none", param="lora_request"
             )
-        distinct = list(dict.fromkeys([*first, *second]))
-        made = dict(zip(distinct, self._pooled(distinct, params, "embed", options), strict=True))
+        placed = _placed(data_1=first, data_2=second)
+        distinct, places = list(placed), list(placed.values())
+        outputs = self._pooled(distinct, params, "embed", options, places)
+        made = dict(zip(distinct, outputs, strict=True))
         vectors = {text: vectors_of(each)[0] for text, each in made.items()}
         return [
             output_of(ScoringRequestOutput, made[b], ScoringOutput(cosine(vectors[a], vectors[b])))
@@ -202,10 +208,12 @@ class PoolingCalls:
         self, first: list[str], second: list[str], params: PoolingParams, options: _Options
     ) -> list[ScoringRequestOutput]:
         """MaxSim of queries and documents, each of which is computed once."""
-        texts = [*dict.fromkeys(first)], [*dict.fromkeys(second)]
+        placed = _placed(data_1=first), _placed(data_2=second)
+        texts = [*placed[0]], [*placed[1]]
         roles = [replace(params, prompt_name=role) for role in ("query", "document")]
         each_params = [role for role, group in zip(roles, texts, strict=True) for _ in group]
-        outputs = self._pooled([*texts[0], *texts[1]], each_params, "token_embed", options)
+        places = [*placed[0].values(), *placed[1].values()]
+        outputs = self._pooled([*texts[0], *texts[1]], each_params, "token_embed", options, places)
         vectors = [
             self._pooling.vectors(output, "token_embed", each.prompt_name)
             for output, each in zip(outputs, each_params, strict=True)
@@ -225,17 +233,44 @@ class PoolingCalls:
         params: Params,
         task: PoolingTask,
         options: _Options,
+        places: Sequence[str] = (),
     ) -> list[RequestOutput]:
         listed = as_prompts(prompts)
+        places = places or [f"prompts[{number}]" for number in range(len(listed))]
         each_params = _one_each(params, len(listed))
         prepare = self._pooling.preparer(task, options.keep)
-        prepared = [prepare(*each) for each in zip(listed, each_params, strict=True)]
+        given = list(zip(listed, each_params, strict=True))
+        prepared = _each_named(given, places, lambda each: prepare(*each))
         return self._run_digests(
             [prompt for prompt, _ in prepared],
             [digest for _, digest in prepared],
             options.use_tqdm,
             options.lora_request,
+            places,
         )
+
+
+def _placed(**given: Sequence[str]) -> dict[str, str]:
+    """Return each text once, and where it stands first."""
+    placed = dict[str, str]()
+    for name, texts in given.items():
+        for number, text in enumerate(texts):
+            placed.setdefault(text, f"{name}[{number}]")
+    return placed
+
+
+def _each_named(
+    items: Sequence[_T], places: Sequence[str], make: Callable[[_T], _Made]
+) -> list[_Made]:
+    """Make something of each; an error says of which one, where there are several."""
+    made = list[_Made]()
+    try:
+        for each in items:
+            made.append(make(each))
+    except RequestError as error:
+        error.place = places[len(made)] if len(items) > 1 else None
+        raise
+    return made
 
 
 def _task_of(params: Params) -> PoolingTask | None:
