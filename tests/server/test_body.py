@@ -12,6 +12,7 @@ from servers import MODEL, serve_model
 
 from quire.config.api import ApiConfig
 from quire.server.api.openai.chat import ChatRequest
+from quire.server.api.systemone import SystemOneRequest
 from quire.server.http.body import decode
 from quire.server.http.errors import ApiError
 
@@ -108,6 +109,14 @@ COMPLETION: dict[str, Any] = {
     },
 }
 TOKENIZE = {"messages": CHAT["messages"], "tools": CHAT["tools"]}
+DECISION: dict[str, Any] = {
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+    "questions": [
+        {"type": "predicate", "instructions": [{"type": "input_text", "text": "Is it?"}]},
+        {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]},
+        {"type": "score", "instructions": "How?", "levels": [{"label": "a"}, {"label": "b"}]},
+    ],
+}
 ROUTES: list[tuple[str, dict[str, Any], set[str]]] = [
     (
         "/v1/chat/completions",
@@ -123,6 +132,7 @@ ROUTES: list[tuple[str, dict[str, Any], set[str]]] = [
         {"input_schema", "schema", "input"},
     ),
     ("/tokenize", TOKENIZE, {"parameters"}),
+    ("/v1/decisions", DECISION, set()),
 ]
 
 
@@ -186,6 +196,12 @@ def test_a_schema_beside_json_object_is_kept_as_in_llama_cpp(http: httpx.Client)
     body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": form}
     answer = http.post("/v1/chat/completions", json=body).json()
     assert json.loads(answer["choices"][0]["message"]["content"]) in ("yes", "no")
+
+
+def test_unknown_fields_of_named_records_are_reported_by_the_names() -> None:
+    asked = {"type": "noul", "instructions": "a", "critera": {}, "criteria": {"true": "b", "no": 1}}
+    body = json.dumps({"state": {"any": "thing"}, "questions": {"q": asked}}).encode()
+    assert decode(body, SystemOneRequest)[1] == ["questions.q.critera", "questions.q.criteria.no"]
 
 
 def test_many_unknown_fields_are_counted_and_cost_little() -> None:

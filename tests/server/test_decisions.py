@@ -125,9 +125,13 @@ def test_a_state_can_be_json(http: httpx.Client) -> None:
         ({"questions": [{**ASKED[1], "choices": [{"value": "a"}]}]}, "a question has 2 to 255"),
         ({"questions": [{**ASKED[0], "instructions": [{"type": "input_image"}]}]},
          r"questions[0].instructions[0]: parts of type 'input_image' are not read"),
-        ({"questions": [{"type": "poem", "instructions": "a"}]}, "poem"),
+        ({"questions": [{"type": "poem", "instructions": "a"}]},
+         "questions[0].type: it is none of the values that are allowed: 'predicate', 'choice'"),
+        ({"questions": [*ASKED, {**ASKED[0], "instructions": " "}]}, "questions[3]: instructions"),
+        ({"questions": [ASKED[0], {**ASKED[0], "instructions": "fox " * 999}]},
+         "questions[1]: the text has"),
         ({"input": []}, "input: it is empty"),
-        ({"input": "fox " * 5000}, "and the model takes 512; shorten it"),
+        ({"input": "fox " * 5000}, "input: the text has 5"),
         ({"model": "other"}, "the model 'other' is not served here"),
     ],
 )  # fmt: skip
@@ -137,6 +141,16 @@ def test_what_cannot_be_answered_is_refused(
     answer = http.post("/v1/decisions", json={"input": STATE, "questions": ASKED, **change})
     assert answer.status_code in (400, 404)
     assert complaint in answer.json()["error"]["message"]
+
+
+def test_a_question_is_named_by_its_name(http: httpx.Client) -> None:
+    asked = {"a": {"type": "noul", "instructions": "a"}}
+    for instructions, complaint in ((" ", "instructions must be"), ("fox " * 999, "the text has")):
+        questions = {**asked, "b": {"type": "noul", "instructions": instructions}}
+        answer = http.post("/v1/systemone", json={"state": STATE, "questions": questions})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "questions.b")
+        assert error["message"].startswith(f"questions.b: {complaint}")
 
 
 def test_images_are_refused_and_not_left_out(http: httpx.Client) -> None:

@@ -6,8 +6,8 @@ generator, with all its limits: a request is as many prompts as it has questions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -15,7 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.engine.decisions.answers import Answer, ChoiceAnswer, PredicateAnswer, answer_to
-from quire.engine.decisions.prompts import DecisionPrompts, Message, QuestionPrompt
+from quire.engine.decisions.prompts import (
+    DecisionPrompts,
+    Message,
+    QuestionPrompt,
+    StatePrompt,
+)
 from quire.engine.decisions.questions import (
     Choice,
     Level,
@@ -25,6 +30,7 @@ from quire.engine.decisions.questions import (
     Score,
     num_chars,
 )
+from quire.errors import InvalidParameterError
 from quire.server.api.generation import GenerationJob, Usage
 from quire.server.api.openai.fields import NO_EFFECT, asks_for_something
 from quire.server.api.openai.messages import for_template
@@ -38,6 +44,7 @@ from quire.server.http.responses import json_response
 from quire.server.state import Api
 
 MAX_QUESTIONS = 400
+_T = TypeVar("_T")
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Name = Annotated[str, Meta(max_length=256)]
 _HINTS = ("prompt_cache_key", "prompt_cache_options", "safety_identifier")
@@ -94,6 +101,8 @@ class DecisionFields(Struct, kw_only=True):
     user: Any = None
     priority: Priority | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    state_field: ClassVar[str] = "input"
+    """What holds what the questions are about."""
 
 
 class DecisionRequest(DecisionFields, kw_only=True):
@@ -120,9 +129,9 @@ class Decisions:
         model = self._runs.choose_model(call, body)
         call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
         messages = await off_loop(call.num_body_bytes, lambda: _messages(body.input))
-        questions = [
-            _question(each, f"questions[{number}]") for number, each in enumerate(body.questions)
-        ]
+        questions = named(
+            (f"questions[{number}]", each, _question) for number, each in enumerate(body.questions)
+        )
         answers, usage = await self._runs.answer(call, body, messages, questions, request.receive)
         return json_response(
             call,
@@ -149,17 +158,19 @@ class DecisionRuns:
         call: Call,
         body: DecisionFields,
         messages: Sequence[Message],
-        questions: Sequence[Question],
+        questions: Mapping[str, Question],
         receive: Receive | None,
     ) -> tuple[list[Answer], Usage]:
-        """Answer questions about a conversation, in order. Raises ApiError or a QuireError."""
+        """Answer questions about a conversation, in order, by where in the body they stand. Raises
+        ApiError or a QuireError."""
         most = min(MAX_QUESTIONS, self._api.config.max_prompts)
         if not 1 <= len(questions) <= most:
             raise bad_request(
                 f"questions: {len(questions)} are given; a request has 1 to {most}",
                 param="questions",
             )
-        prompts = await self._encode(call, messages, questions)
+        state, prompts = await self._encode(call, messages, list(questions.values()))
+        is_long = len(state.token_ids) >= self._api.prompts.max_model_len
         jobs = [
             GenerationJob(
                 each.token_ids,
@@ -168,15 +179,16 @@ class DecisionRuns:
                 body.cache_salt,
                 body.priority,
                 digest=each.digest,
+                where=body.state_field if is_long else where,
             )
-            for each in prompts
+            for where, each in zip(questions, prompts, strict=True)
         ]
         outputs, usage = await self._api.generator.answer(call, jobs, receive)
-        return [answer_to(*each) for each in zip(questions, outputs, strict=True)], usage
+        return [answer_to(*each) for each in zip(questions.values(), outputs, strict=True)], usage
 
     async def _encode(
         self, call: Call, messages: Sequence[Message], questions: Sequence[Question]
-    ) -> list[QuestionPrompt]:
+    ) -> tuple[StatePrompt, list[QuestionPrompt]]:
         encoder = self._api.prompts
         made = self._prompts or DecisionPrompts(
             encoder.tokenizer, None
@@ -184,9 +196,20 @@ class DecisionRuns:
         size = sum(map(num_chars, questions))
         encoder.check_chars(call.num_body_bytes)
         state = await encoder.work(call.num_body_bytes, lambda: made.state(messages))
-        return await encoder.work(
+        return state, await encoder.work(
             size + 64 * len(questions), lambda: [made.question(state, each) for each in questions]
         )
+
+
+def named(asked: Iterable[tuple[str, _T, Callable[[_T, str], Question]]]) -> dict[str, Question]:
+    """Make questions of what stands at places of a body. Raises ApiError naming the place."""
+    made = dict[str, Question]()
+    for where, each, make in asked:
+        try:
+            made[where] = make(each, where)
+        except InvalidParameterError as error:
+            raise bad_request(f"{where}: {error}", param=where, code="invalid_value") from None
+    return made
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ Questions and answers go by names of the client's choice; a predicate is called 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from quire.engine.decisions.answers import Answer, ChoiceAnswer, PredicateAnswer
 from quire.engine.decisions.questions import Choice, Level, Option, Predicate, Question, Score
-from quire.server.api.decisions import DecisionFields, DecisionRuns
+from quire.server.api.decisions import DecisionFields, DecisionRuns, named
 from quire.server.http.body import read_json
 from quire.server.http.call import call_of
 from quire.server.http.off_loop import off_loop
@@ -58,6 +58,7 @@ class SystemOneScore(SystemOneQuestion, kw_only=True, tag="score"):
 class SystemOneRequest(DecisionFields, kw_only=True):
     """The body."""
 
+    state_field: ClassVar[str] = "state"
     state: Content
     questions: dict[
         Annotated[str, Meta(max_length=256)], SystemOneNoul | SystemOneChoice | SystemOneScore
@@ -77,7 +78,9 @@ class SystemOne:
         body = await read_json(request, SystemOneRequest, is_strict=self._is_strict)
         model = self._runs.choose_model(call, body)
         state = await off_loop(call.num_body_bytes, lambda: _text(body.state))
-        questions = [_question(name, each) for name, each in body.questions.items()]
+        questions = named(
+            (f"questions.{name}", each, _question) for name, each in body.questions.items()
+        )
         answers, usage = await self._runs.answer(
             call, body, [{"role": "user", "content": state}], questions, request.receive
         )
@@ -89,8 +92,8 @@ class SystemOne:
         return json_response(call, {"model": model, "answers": shown, "usage": counts})
 
 
-def _question(name: str, asked: SystemOneNoul | SystemOneChoice | SystemOneScore) -> Question:
-    text = _text(asked.instructions)
+def _question(asked: SystemOneNoul | SystemOneChoice | SystemOneScore, where: str) -> Question:
+    name, text = where.removeprefix("questions."), _text(asked.instructions)
     if isinstance(asked, SystemOneChoice):
         given = asked.criteria
         named = given if isinstance(given, dict) else dict.fromkeys(given)

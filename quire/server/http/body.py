@@ -33,6 +33,7 @@ _MAX_UNKNOWN = 64
 _PATH = re.compile(r" - at (?:`key` in )?`\$([^`]*)`\Z")
 _STEP = re.compile(r"\.([^.\[]+)")
 """Of such a path, to a field."""
+_INVALID = ("Invalid enum value", "Invalid value")
 _MAX_ALLOWED = 16
 """Values that an error lists."""
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -207,6 +208,8 @@ def _holds_records(info: inspect.Type) -> bool:
         return _SHAPE in (info.extra or {}) or _holds_records(info.type)
     if isinstance(info, inspect.UnionType):
         return any(map(_holds_records, info.types))
+    if isinstance(info, inspect.DictType):
+        return _holds_records(info.value_type)
     return isinstance(info, inspect.StructType) or (
         isinstance(info, inspect.ListType) and _holds_records(info.item_type)
     )
@@ -223,17 +226,31 @@ def unknown_paths(value: Any, info: inspect.Type, path: str) -> Iterator[str]:
         )
     elif isinstance(info, inspect.UnionType):
         for each in info.types:
-            yield from unknown_paths(value, each, path)
+            if _is_meant(value, each):
+                yield from unknown_paths(value, each, path)
     elif isinstance(info, inspect.ListType) and isinstance(value, list):
         for number, item in enumerate(value if _holds_records(info.item_type) else ()):
             yield from unknown_paths(item, info.item_type, f"{path}[{number}]")
+    elif isinstance(info, inspect.DictType) and isinstance(value, dict):
+        for name, item in value.items() if _holds_records(info.value_type) else ():
+            yield from unknown_paths(item, info.value_type, f"{path}.{name}")
     elif isinstance(info, inspect.StructType):
         yield from _unknown_in(value, info.cls, path)
 
 
+def _is_meant(value: Any, info: inspect.Type) -> bool:
+    """Return whether an object may be this one of several records, which are told by a tag."""
+    if not isinstance(info, inspect.StructType) or info.tag_field is None:
+        return True
+    return isinstance(value, dict) and value.get(info.tag_field) == info.tag
+
+
 def _unknown_in(value: Any, kind: type[msgspec.Struct], path: str) -> Iterator[str]:
     known = {field.encode_name: field.type for field in _fields_of(kind)}
+    tag_field = kind.__struct_config__.tag_field
     for name, inner in value.items() if isinstance(value, dict) else ():
+        if name == tag_field:
+            continue
         if name not in known:
             yield f"{path}.{name}"
         elif isinstance(inner, dict | list):
@@ -265,7 +282,7 @@ def _invalid_field(text: str, kind: type[msgspec.Struct]) -> ApiError:
         return bad_request(f"the request body is invalid: {text}", code="invalid_type")
     param = found[1].removeprefix(".").replace("[...]", "") or None
     message = text[: found.start()].replace("`", "'")
-    if message.startswith("Invalid enum value"):  # which is quoted there, and may be anything
+    if message.startswith(_INVALID):  # and the value, which may be anything
         message = "it is none of the values that are allowed"
         allowed = list(dict.fromkeys(_allowed(inspect.type_info(kind), found[1])))
         if 0 < len(allowed) <= _MAX_ALLOWED:
@@ -287,7 +304,11 @@ def _allowed(info: inspect.Type, path: str) -> Iterator[object]:
         yield from info.values
     elif isinstance(info, inspect.ListType) and path.startswith("["):
         yield from _allowed(info.item_type, path[path.index("]") + 1 :])
+    elif isinstance(info, inspect.DictType) and path.startswith("[...]"):
+        yield from _allowed(info.value_type, path[5:])
     elif isinstance(info, inspect.StructType) and name is not None:
+        if name[0] == path == f".{info.tag_field}":
+            yield info.tag
         for field in info.fields:
             if field.encode_name == name[1]:
                 yield from _allowed(field.type, path[name.end() :])
