@@ -10,7 +10,13 @@ from quire.cli.embed import engine_options
 from quire.cli.options import add_engine_options
 from quire.cli.output_file import check_output, open_output
 from quire.cli.parser import UsageError
-from quire.cli.text_lines import add_file_arguments, check_apart, lines_named, read_lines
+from quire.cli.text_lines import (
+    TextLine,
+    add_file_arguments,
+    check_apart,
+    lines_named,
+    read_lines,
+)
 
 EXAMPLES = """\
 examples:
@@ -52,7 +58,12 @@ def run(args: argparse.Namespace) -> int:
     documents = [line.text for line in lines]
     options = engine_options(args)
     check_output(args.output)
-    with closing(LLM(args.model, **options)) as llm, lines_named(lines, "data_2"):
+    query = TextLine(args.query, "--query")
+    with (
+        closing(LLM(args.model, **options)) as llm,
+        lines_named([query], "data_1"),
+        lines_named(lines, "data_2"),
+    ):
         outputs = llm.score(
             args.query,
             documents,

@@ -179,6 +179,9 @@ def test_a_line_that_is_too_long_is_named(
         assert main([first, str(folder), str(path), *more, *OPTIONS]) == 2
         said = f"error: {path}:{before.count(chr(10)) + 1}: the text has "
         assert said in capsys.readouterr().err
+    path.write_text("a\nb\n")
+    assert main(["rerank", str(folder), str(path), "-q", "lovely " * 999, *OPTIONS]) == 2
+    assert "error: --query: the text has " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["full.npy", "full.json"])
