@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
-from quire.common.http_client import HttpError, HttpRequest
+from quire.common.http_client import HttpError, HttpRequest, HttpResponse
 from quire.errors import ConfigError
 from quire.router.fleet import Fleet, Replica
 from quire.router.metrics import RouterMetrics
@@ -138,8 +138,8 @@ class RouterRoutes:
         return json_response(call_of(request), {"status": "draining"})
 
     async def broadcast(self, request: Request) -> Response:
-        """Send a request to every back end, for what all of them must do alike. The answer is the
-        first that refuses, else the last."""
+        """Send a request to every back end at once, for what all of them must do alike. Where some
+        do not, the answer says which is the first of them, and why."""
         self._check_admin(request)
         body = await request.body()
         asked = HttpRequest(
@@ -148,18 +148,26 @@ class RouterRoutes:
             body,
             {"content-type": "application/json", **self.backend_headers(request)},
         )
-        last: tuple[int, bytes] | None = None
-        for replica in self._fleet.replicas:
-            try:
-                answer = await replica.client.request(asked)
-            except HttpError:
-                raise ApiError(502, "a back end failed", code="backend_failed") from None
-            last = (answer.status, answer.body)
-            if answer.status >= 300:
-                break
-        if last is None:
+        replicas = tuple(self._fleet.replicas)
+        if not replicas:
             raise self._fleet.none_left()
-        return Response(last[1], status_code=last[0], media_type="application/json")
+        answers = await asyncio.gather(*(_answer_of(replica, asked) for replica in replicas))
+        refusals = [
+            (replica, answer)
+            for replica, answer in zip(replicas, answers, strict=True)
+            if answer.status >= 300
+        ]
+        if not refusals:
+            return Response(answers[0].body, media_type="application/json")
+        replica, answer = refusals[0]
+        error = _error_in(answer.body)
+        raise ApiError(
+            answer.status,
+            f"{len(refusals)} of {len(replicas)} back ends refused, {replica.name}: "
+            f"{error.get('message', 'no reason is given')}",
+            param=error.get("param"),
+            code=error.get("code"),
+        )
 
     def _shown(self, replica: Replica) -> dict[str, Any]:
         models = replica.models
@@ -193,6 +201,24 @@ class RouterRoutes:
     async def _url(self, request: Request) -> str:
         self._check_admin(request)
         return (await read_json(request, BackendRequest, is_strict=True)).url
+
+
+async def _answer_of(replica: Replica, asked: HttpRequest) -> HttpResponse:
+    """Return a back end's answer; one that gives none has failed."""
+    try:
+        return await replica.client.request(asked)
+    except HttpError as error:
+        reason = {"error": {"message": str(error), "code": "backend_failed"}}
+        return HttpResponse(502, {}, msgspec.json.encode(reason))
+
+
+def _error_in(body: bytes) -> dict[str, str]:
+    """Return what a refusal says; nothing where it has another form."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return {name: text for name, text in error.items() if isinstance(text, str)}
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 async def _models_of(replica: Replica, headers: Mapping[str, str]) -> list[dict[str, Any]] | None:

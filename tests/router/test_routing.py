@@ -344,6 +344,25 @@ def test_back_ends_come_and_go_by_admin_calls() -> None:
     play(scene, "a", "b", health_interval_s=60)
 
 
+def test_what_all_back_ends_must_do_is_sent_to_each_and_refusals_are_named() -> None:
+    async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        asked = {"lora_name": "sql", "lora_path": "sql"}
+        answer = await up.post("/v1/load_lora_adapter", asked)
+        assert answer.status == 200 and all(each.bodies == [asked] for each in made)
+        made[0].status, made[0].body = 400, b'{"error": {"message": "no folder", "code": "c"}}'
+        answer = await up.post("/v1/load_lora_adapter", asked)
+        assert _error(answer) == (400, "c")
+        said = f"1 of 3 back ends refused, {made[0].url}: no folder"
+        assert json.loads(answer.body)["error"]["message"] == said
+        assert all(len(each.bodies) == 2 for each in made)  # those behind it are asked, too
+        made[0].body = b"<html>"
+        await made[1].kill()
+        answer = await up.post("/v1/unload_lora_adapter", {"lora_name": "sql"})
+        assert b"2 of 3 back ends refused, " in answer.body and len(made[2].bodies) == 3
+
+    play(scene, "a", "b", "c")
+
+
 def test_draining_refuses_what_is_new_and_ends_what_is_not() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         made[0].gap_s = 0.02
