@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from quire.core.adapters import Adapter
 from quire.errors import CheckpointError
 from quire.lora.identity import content_digest
 from quire.lora.layout import FILES, AdapterLimits, check_adapter
+from quire.lora.scratch import delete_with, scratch_folder
 from quire.models.declaration import DecoderSpec
 
 MAX_REMEMBERED = 256
@@ -35,8 +35,7 @@ class AdapterStore:
 
     def __init__(self, spec: DecoderSpec, limits: AdapterLimits) -> None:
         self._spec, self._limits = spec, limits
-        self._root = Path(tempfile.mkdtemp(prefix="quire-adapters-"))
-        self._delete = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        self._root, self._delete = scratch_folder(self)
         self._reading = threading.Lock()
         """Held while files are read and copied, which may take minutes."""
         self._lock = threading.Lock()
@@ -102,7 +101,7 @@ class AdapterStore:
             shutil.rmtree(copy, ignore_errors=True)
             return known
         adapter = self._versions[digest] = Adapter(digest, str(copy), invocation)
-        weakref.finalize(adapter, shutil.rmtree, copy, ignore_errors=True)
+        delete_with(adapter, copy)
         return adapter
 
 

@@ -231,6 +231,31 @@ def test_a_version_stays_as_it_was_until_nobody_holds_it(folder: Path, spec: Dec
     store.close()
 
 
+def test_copies_of_a_process_that_was_killed_are_deleted_and_those_of_others_are_not(
+    folder: Path, spec: DecoderSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    for name in ("quire-adapters-killed", "quire-adapters-older", "another"):
+        (place / name / "1").mkdir(parents=True)
+    (place / "quire-adapters-killed" / "lock").touch()
+    (place / "quire-adapters-link").symlink_to(place / "another")
+    (place / "another" / "lock").touch()
+    store, other = (AdapterStore(spec, AdapterLimits(16)) for _ in range(2))
+    adapter = store.version_of(folder)
+    own = {Path(adapter.folder).parent.name, "another"}
+    others = {"quire-adapters-older", "quire-adapters-link"}
+    assert own | others < {each.name for each in place.iterdir()}
+    assert not (place / "quire-adapters-killed").exists()
+    other.close()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        store.close()
+    assert Path(adapter.folder).is_dir()
+    assert {each.name for each in place.iterdir()} == own | others
+
+
 def test_equal_content_is_one_version_wherever_it_lies(
     folder: Path, spec: DecoderSpec, tmp_path: Path
 ) -> None:
