@@ -117,9 +117,10 @@ class PoolingParams:
 def read_truncation(keep: int | None, tokenization_kwargs: Mapping[str, Any] | None) -> int | None:
     """Return `truncate_prompt_tokens`, given by itself or among `tokenization_kwargs`, which know
     nothing else."""
-    given = {
-        name: value for name, value in (tokenization_kwargs or {}).items() if value is not None
-    }
+    kwargs = {} if tokenization_kwargs is None else tokenization_kwargs
+    if not isinstance(kwargs, Mapping):
+        raise _invalid("tokenization_kwargs", kwargs, "a dict")
+    given = {name: value for name, value in kwargs.items() if value is not None}
     named = given.pop("truncate_prompt_tokens", None)
     if given:
         raise InvalidParameterError(

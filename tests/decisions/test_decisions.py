@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -169,6 +169,19 @@ def _choice(values: list[Any]) -> Callable[[], Any]:
         (_choice([str(n) for n in range(256)]), "choices: 256 are given"),
         (lambda: Score("How?", ["a"] * 11), "levels: 11 are given; a question has 2 to 10"),
         (lambda: Predicate(" "), "instructions must be text that asks something"),
+        (lambda: Predicate("a", name=5), "name must be text, not int"),  # type: ignore[arg-type]
+        (
+            lambda: Choice("a", "bc"),
+            "choices must be a list of texts, booleans or Options, not str",
+        ),
+        (
+            _choice(cast("list[Any]", iter("ab"))),
+            "choices must be a list of .*, not str_.*iterator",
+        ),
+        (_choice([1, 2]), "the value of an option must be text or a boolean, not int"),
+        (_choice([["a"], "b"]), "the value of an option must be .*, not list"),
+        (lambda: Score("a", "bc"), "levels must be a list of texts or Levels, not str"),
+        (lambda: Score("a", [None, "b"]), "the label of a level"),  # type: ignore[list-item]
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused(
@@ -176,6 +189,19 @@ def test_questions_that_cannot_be_asked_are_refused(
 ) -> None:
     with pytest.raises(QuireError, match=complaint):
         make()
+
+
+@pytest.mark.parametrize("state", [None, 5, ["a"], b"a"])
+def test_states_that_are_none_are_refused(state: Any, llm: LLM) -> None:
+    with pytest.raises(QuireError, match=r"the input must be a text or a list of messages"):
+        llm.decide(state, QUESTIONS)
+
+
+def test_questions_are_read_once(llm: LLM) -> None:
+    assert llm.decide(STATE, iter(QUESTIONS[:1])) == llm.decide(STATE, QUESTIONS[0])  # type: ignore[arg-type]
+    for wrong in (5, None, iter(()), "a"):
+        with pytest.raises(QuireError, match="questions must be a Predicate, a Choice or a Score"):
+            llm.decide(STATE, wrong)  # type: ignore[arg-type]
 
 
 def test_more_options_than_the_vocabulary_has_labels_are_refused(llm: LLM) -> None:

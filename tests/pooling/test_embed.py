@@ -218,6 +218,28 @@ def test_texts_that_are_too_long_are_refused_with_the_numbers_or_cut_on_request(
     assert output.prompt_token_ids == ids[:9]
 
 
+def test_calls_that_would_be_taken_for_others_are_refused(
+    folder_of: FolderOf, opened: Callable[..., LLM]
+) -> None:
+    llm: Any = opened(folder_of("bert", pooling="mean_tokens")[0])
+    task = PoolingParams(task="classify")
+    for call, said in (
+        (lambda: llm.embed("a", task), "have task='classify', and this call is for 'embed'"),
+        (lambda: llm.score("a", "b", pooling_params=task), "this call is for 'score'"),
+        (lambda: llm.encode("a", pooling_task="vectors"), "task=vectors must be one of embed"),
+        (lambda: llm.embed("a", 5), "pooling_params must be PoolingParams"),
+        (lambda: llm.embed({"prompt": "a", "odd": 1}), "a prompt dict needs"),
+        (lambda: llm.embed({"prompt": "a", "multi_modal_data": {"image": 1}}), "image"),
+        (lambda: llm.embed("a", tokenization_kwargs=5), "tokenization_kwargs=5 must be a dict"),
+        (lambda: llm.score(None, "a"), "data_1 must be a text or a list of texts, not NoneType"),
+        (lambda: llm.score("a", {"b": 1}), "data_2 must be a text or a list of texts, not dict"),
+    ):
+        with pytest.raises(QuireError, match=said):
+            call()  # type: ignore[no-untyped-call]
+    prompt, _ = llm._pooling.preparer("embed")({"prompt": "a", "cache_salt": "s"}, PoolingParams())
+    assert prompt["cache_salt"] == "s"
+
+
 def test_dimensions_are_for_models_that_were_trained_for_them(
     folder_of: FolderOf, texts: list[str], opened: Callable[..., LLM]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,8 @@ class DecisionCalls:
         from quire.engine.decisions.answers import answer_to
         from quire.engine.decisions.questions import Choice, Predicate, Score
 
-        listed = [questions] if isinstance(questions, Predicate | Choice | Score) else questions
+        is_several = isinstance(questions, Iterable)
+        listed: list[Any] = list(questions) if is_several else [questions]  # type: ignore[arg-type]
         if not listed or not all(isinstance(each, Predicate | Choice | Score) for each in listed):
             raise InvalidParameterError(
                 "questions must be a Predicate, a Choice or a Score, or a list of these",

@@ -62,7 +62,14 @@ class DecisionPrompts:
 
     def state(self, given: str | Sequence[Message]) -> StatePrompt:
         """Encode what questions are about. Raises a RequestError."""
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        is_list = isinstance(messages, Sequence)
+        if not is_list or not all(isinstance(each, Mapping) for each in messages):
+            raise InvalidParameterError(
+                'the input must be a text or a list of messages ({"role": ..., "content": ...}), '
+                f"not {type(given).__name__}",
+                param="input",
+            )
         if not messages:
             raise InvalidParameterError("the input is empty", param="input")
         if any(map(is_image, _parts(messages))):

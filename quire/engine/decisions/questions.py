@@ -26,6 +26,10 @@ class Option:
     description: str | None = None
     """When it is the right one."""
 
+    def __post_init__(self) -> None:
+        _check_kind("the value of an option", self.value, (str, bool), "text or a boolean")
+        _check_optional("the description of an option", self.description)
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -34,6 +38,10 @@ class Level:
     label: str
     description: str | None = None
     """What tells it from its neighbours."""
+
+    def __post_init__(self) -> None:
+        _check_kind("the label of a level", self.label, (str,), "text")
+        _check_optional("the description of a level", self.description)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class Predicate:
 
     def __post_init__(self) -> None:
         _check_text("instructions", self.instructions)
+        for name in ("name", "if_true", "if_false"):
+            _check_optional(name, getattr(self, name))
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -71,6 +81,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         _check_text("instructions", self.instructions)
+        _check_optional("name", self.name)
+        _check_list("choices", self.choices, "texts, booleans or Options")
         values = [(type(each.value), each.value) for each in self.options]
         _check_count("choices", len(values), MAX_OPTIONS)
         if len(set(values)) < len(values):
@@ -101,7 +113,9 @@ class Score:
 
     def __post_init__(self) -> None:
         _check_text("instructions", self.instructions)
-        _check_count("levels", len(self.levels), MAX_LEVELS)
+        _check_optional("name", self.name)
+        _check_list("levels", self.levels, "texts or Levels")
+        _check_count("levels", len(self.steps), MAX_LEVELS)
 
     @property
     def steps(self) -> tuple[Level, ...]:
@@ -150,6 +164,21 @@ def _shown(value: str | bool) -> str:
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str) or not text.strip():
         raise _wrong(f"{name} must be text that asks something")
+
+
+def _check_kind(name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:
+    if not isinstance(value, kinds):
+        raise _wrong(f"{name} must be {wanted}, not {type(value).__name__}")
+
+
+def _check_optional(name: str, value: object) -> None:
+    _check_kind(name, value, (str, type(None)), "text")
+
+
+def _check_list(name: str, value: object, wanted: str) -> None:
+    """A text is a sequence, too, and what can be read but once is none."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise _wrong(f"{name} must be a list of {wanted}, not {type(value).__name__}")
 
 
 def _check_count(name: str, count: int, most: int) -> None:

@@ -4,7 +4,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
@@ -101,6 +101,7 @@ class PoolingCalls:
         `PoolingParams.prompt_name` names another. Raises a QuireError for a text that is too long,
         and for models that make no vectors.
         """
+        _check_task(pooling_params, "embed")
         outputs = self._pooled(prompts, pooling_params, "embed", _Options(**options))
         return [
             output_of(EmbeddingRequestOutput, each, EmbeddingOutput(vectors_of(each)[0]))
@@ -114,6 +115,7 @@ class PoolingCalls:
         **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of classes, in order: `outputs.probs`."""
+        _check_task(pooling_params, "classify")
         outputs = self._pooled(prompts, pooling_params, "classify", _Options(**options))
         return [
             output_of(ClassificationRequestOutput, each, ClassificationOutput(vectors_of(each)[0]))
@@ -131,6 +133,7 @@ class PoolingCalls:
         """What the model makes of texts, as `pooling_task` says: `outputs.data`, one vector or one
         for each token. By default what the model was made for."""
         task = pooling_task or _task_of(pooling_params) or self._pooling.default_task
+        _check_task(pooling_params, task)
         params = _one_each(pooling_params, len(as_prompts(prompts)))
         outputs = self._pooled(prompts, pooling_params, task, _Options(**options))
         return [
@@ -165,6 +168,7 @@ class PoolingCalls:
         template has none. A list of adapters has one for each pair.
         """
         first, second = _pairs(data_1, data_2)
+        _check_task(pooling_params, "score")
         params, given = pooling_params or PoolingParams(), _Options(**options)
         self._pooling.check_instruction(instruction)
         if self._pooling.spec.late is not None:
@@ -277,10 +281,22 @@ def _task_of(params: Params) -> PoolingTask | None:
     return params.task if isinstance(params, PoolingParams) else None
 
 
+def _check_task(params: Params, task: PoolingTask) -> None:
+    """Refuse a task that is none, and parameters that name another one."""
+    PoolingParams(task=task)
+    for each in params if isinstance(params, list | tuple) else (params,):
+        named = each.task if isinstance(each, PoolingParams) else None
+        if named not in (None, task):
+            raise InvalidParameterError(
+                f"pooling_params have task={named!r}, and this call is for {task!r}; leave it out",
+                param="pooling_params",
+            )
+
+
 def _one_each(params: Params, count: int) -> list[PoolingParams]:
     if params is None or isinstance(params, PoolingParams):
         return [PoolingParams() if params is None else params.clone()] * count
-    listed = list(params)
+    listed = list(params) if isinstance(params, list | tuple) else []
     if len(listed) != count or not all(isinstance(each, PoolingParams) for each in listed):
         raise InvalidParameterError(
             f"pooling_params must be PoolingParams, or a list of {count} of them",
@@ -291,6 +307,11 @@ def _one_each(params: Params, count: int) -> list[PoolingParams]:
 
 
 def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    for name, given in (("data_1", data_1), ("data_2", data_2)):
+        if not isinstance(given, Iterable) or isinstance(given, Mapping | bytes):
+            raise InvalidParameterError(
+                f"{name} must be a text or a list of texts, not {type(given).__name__}", param=name
+            )
     first = [data_1] if isinstance(data_1, str) else list(data_1)
     second = [data_2] if isinstance(data_2, str) else list(data_2)
     if not all(isinstance(each, str) for each in (*first, *second)):

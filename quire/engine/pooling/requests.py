@@ -153,13 +153,17 @@ class PoolingRequests:
         """A prompt as token ids, and how many of them are not pooled."""
         text: object = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        # what else there is is kept, or refused by name where prompts are read
+        rest: Any = prompt if isinstance(prompt, Mapping) else {}
         if ids is None and isinstance(text, str):
             token_ids, skipped = self.encode(text, params.prompt_name, keep, task)
-            return {"prompt_token_ids": token_ids, "prompt": text}, skipped
+            made: Any = {**rest, "prompt_token_ids": token_ids, "prompt": text}
+            return made, skipped
         if keep is None:
             return prompt, 0
         listed: Any = prompt if ids is None else ids
-        return {"prompt_token_ids": self.cut(list(listed), keep)}, 0
+        made = {**rest, "prompt_token_ids": self.cut(list(listed), keep)}
+        return made, 0
 
     def encode(
         self, text: str, prompt_name: str | None, keep: int | None, task: PoolingTask
