@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import takewhile
@@ -126,6 +127,11 @@ class Parser(argparse.ArgumentParser):
             for action in optional:
                 action.default = str(action.default)
         return {name: each for name, each in found.items() if not isinstance(each, _Default)}
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write, and let a failure be known: argparse ignores it, and without a buffer
+        (PYTHONUNBUFFERED) nothing else would notice."""
+        (file or sys.stderr).write(message)
 
     def _said_model(self, argv: Sequence[str]) -> bool:
         return "model" in self._said(argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -208,6 +209,22 @@ def test_full_disk_is_one_clear_line(
     )
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"]])
+def test_help_that_cannot_be_written_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Without a buffer, as programs in containers are often run."""
+    raw = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed with its wrapper)
+    full = io.TextIOWrapper(raw, write_through=True)
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(words) == 2
+    full.close()
+    assert (
+        capsys.readouterr().err
+        == "quire: error: the output cannot be written: No space left on device\n"
+    )
+
+
 def _with_closed(words: str, closed: str, code: str = "-m quire") -> tuple[int, str, str]:
     """Run a command while some of the standard streams are closed."""
     line = f"{sys.executable} {code} {words} {closed}"
@@ -215,6 +232,7 @@ def _with_closed(words: str, closed: str, code: str = "-m quire") -> tuple[int, 
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow_except("--version")
 @pytest.mark.parametrize("words", ["--version", "--help", "plan quire-storyteller"])
 def test_output_that_is_closed_is_one_clear_line(words: str) -> None:
     said = "quire: error: the output cannot be written: Bad file descriptor\n"
