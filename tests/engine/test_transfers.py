@@ -154,7 +154,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_except("bfloat16", "fp8", "latent", "two windows")
+@pytest.mark.slow_except("fp8", "two windows")
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_keys_and_values_is_transferred(make: Make, form: str) -> None:
     expected = bits(answer(make(**FORMS[form])))

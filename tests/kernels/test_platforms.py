@@ -154,6 +154,7 @@ class _ByBlocks(ReferenceKernels):
         return found + 1e-6 * key_cache.shape[2]
 
 
+@pytest.mark.slow_except("_Together-*", "_Wrong-float32: rms_norm-*")
 @pytest.mark.parametrize(
     ("kernels", "name", "problem"),
     [

@@ -88,6 +88,7 @@ def test_every_import_is_declared_and_every_dependency_imported() -> None:
     assert declared - imported == IMPORTED_BY_OTHERS & declared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", PLACES)
 def test_what_an_extra_brings_is_imported_where_the_extra_is_for(extra: str) -> None:
     for module in _modules(extra) - _modules(None) - IMPORTED_BY_OTHERS:

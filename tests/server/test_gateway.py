@@ -86,7 +86,8 @@ def test_t05_every_route_and_spelling_needs_a_key() -> None:
         for path in sorted(paths | odd):
             for method in METHODS:
                 is_public = path in public and method in ("GET", "HEAD")
-                for host in ("x", "localhost", "livez", "a@b", ""):
+                hosts = ("x", "localhost", "livez", "a@b", "") if method == "GET" else ("x",)
+                for host in hosts:
                     line = (
                         f"{method} {path.replace('{', '').replace('}', '').replace(':path', '')} "
                         "HTTP/1.1\r\n"
@@ -98,8 +99,6 @@ def test_t05_every_route_and_spelling_needs_a_key() -> None:
                     assert status == (200 if is_public else 401) or (
                         not is_public and status == 400
                     ), (line, host, answer)
-                    if method not in ("GET", "POST"):
-                        break
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from quire.sim.simulation import Simulation, SimulationError
 from quire.sim.tiers import SimulatedTiers
 from quire.tiers import disk
 
-_NUM_SEEDS = int(os.environ.get("QUIRE_SIM_SEEDS", "400"))
+_NUM_SEEDS = int(os.environ.get("QUIRE_SIM_SEEDS", "320"))
 _NUM_PARTS = 16
 _PAST_SEEDS = (2, 3, 15, 42, 683)
 """Each of these once found a bug."""

@@ -197,6 +197,7 @@ def test_no_template_lends_its_trust_to_users(templates: dict[str, ChatTemplate]
             )
 
 
+@pytest.mark.slow_except("*-qwen3")
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "phi-3-mini"])
 @pytest.mark.parametrize("case", CASES)
 def test_benign_chats_have_the_ids_of_parsing_everything(load: Load, name: str, case: str) -> None:

@@ -47,6 +47,7 @@ def _reference(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> st
     return full.removeprefix(before)
 
 
+@pytest.mark.slow_except("*-gpt2", "*-stories260K")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", TEXTS[:-1])
 def test_every_split_into_prompt_and_output(load: Load, name: str, text: str) -> None:

@@ -66,6 +66,7 @@ def test_a_long_text_has_the_published_ids(load: Load, shared: Path) -> None:
     assert load("gpt2").encode(vectors["text"]) == vectors["token_ids"]
 
 
+@pytest.mark.slow_except("gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5", "qwen3", "falcon"])
 def test_the_ids_are_those_of_transformers(
     load: Load, tokenizer_folder: Callable[[str], Path], name: str

@@ -44,6 +44,7 @@ def test_the_factor_reaches_every_learning_rate(tmp_path: Path, rate: float) -> 
     assert same == (set(before) if rate == 0.0 else {"cos", "sin"} & set(before))
 
 
+@pytest.mark.slow
 def test_the_budget_is_counted_by_the_clock_that_is_given(tmp_path: Path) -> None:
     pool = _OneBatch()
     trainer = Trainer(tmp_path, 3.0, TrainingOptions(clock=pool.clock))

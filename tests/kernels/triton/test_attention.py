@@ -94,6 +94,7 @@ def test_what_is_behind_the_window_may_be_anything(
     assert answers[0].isfinite().all() and torch.equal(*answers)
 
 
+@pytest.mark.slow_except("options3", "options5")
 @pytest.mark.parametrize(
     "options",
     [

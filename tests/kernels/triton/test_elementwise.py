@@ -24,6 +24,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.cpu(), want, atol=near, rtol=near)
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 96, 1030])
 def test_norms(

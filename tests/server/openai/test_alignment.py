@@ -91,6 +91,7 @@ def _of_response(
     return [], scores, body["usage"]["output_tokens"]
 
 
+@pytest.mark.slow_combinations
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("path", PATHS)
 def test_every_token_has_one_entry(http: httpx.Client, llm: LLM, path: str, end: str) -> None:
