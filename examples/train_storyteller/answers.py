@@ -65,12 +65,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("quire/assets/quire-storyteller"))
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="other requests, to choose between weights by"
+    )
     parser.add_argument("--temperature", type=float, help="instead of the model's own")
     parser.add_argument(
         "--show-missed", action="store_true", help="print the answers that miss something"
     )
     arguments = parser.parse_args()
-    grammar, rng = StoryGrammar(is_held_out=True), random.Random(1)
+    grammar, rng = StoryGrammar(is_held_out=True), random.Random(arguments.seed)
     tales = [grammar.draw(rng) for _ in range(arguments.requests)] + strange_tales()
     with LLM(
         str(arguments.model), max_model_len=512, kv_cache_memory="256MiB", num_threads=1
