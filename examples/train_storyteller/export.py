@@ -2,12 +2,13 @@
 
 Owns `config.json`, `generation_config.json`, `model.safetensors` and `ATTRIBUTION.txt` of the
 shipped model, and `tokenizer_config.json`, which holds the chat template. `tokenizer.json` is an
-input and is left as it is.
+input; a folder that has one keeps it.
 """
 
 import argparse
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -148,6 +149,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quire/assets/quire-storyteller"))
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
     parser.add_argument(
+        "--tokenizer", type=Path, default=Path("quire/assets/quire-storyteller/tokenizer.json")
+    )
+    parser.add_argument(
         "--curve", type=Path, default=Path("examples/train_storyteller/loss_curve.png")
     )
     parser.add_argument("--start", type=Path, help="exported model that the run began with")
@@ -161,6 +165,10 @@ def main() -> None:
         model, _ = grow(model, StoryOptimizer(model), ModelShape().num_hidden_layers)
     if arguments.start is not None:
         blend(model, load_exported(arguments.start), arguments.start_share)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = arguments.out / "tokenizer.json"
+    if not tokenizer.exists():
+        shutil.copyfile(arguments.tokenizer, tokenizer)
     write_weights(model, arguments.out / "model.safetensors")
     write_json(arguments.out / "config.json", hf_config(model.shape))
     write_json(arguments.out / "generation_config.json", dict(GENERATION))
