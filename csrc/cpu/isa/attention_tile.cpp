@@ -268,16 +268,19 @@ QINLINE void add_positions(const Values &values, const OutRows &rows, int from, 
 
 // Positions that only some of the rows see.
 template <int ROWS, int VECS, typename Values>
-QINLINE void add_few(const Values &values, const OutRows &rows, int from, int to, Vec (&sums)[ROWS][VECS]) {
-    for (int i = from; i < to; ++i) {
+QINLINE void add_few(const Values &values, const OutRows &rows, Range part, Vec (&sums)[ROWS][VECS]) {
+    for (int i = part.from; i < part.to; ++i) {
         const auto *row = values.at(i);
         const float scale = values.scale(row);
+        Vec value[VECS];
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) value[v] = values.load_vec(row, v, scale);
         QUNROLL
         for (int r = 0; r < ROWS; ++r) {
             if (i < rows.ranges[r].from || i >= rows.ranges[r].to) continue;
             const Vec weight = broadcast(rows.weights[r * TILE + i]);
             QUNROLL
-            for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, values.load_vec(row, v, scale), sums[r][v]);
+            for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
         }
     }
 }
@@ -297,9 +300,12 @@ static void weigh_tile(const Values &values, const OutRows &rows, Range seen) {
         common.to = rows.ranges[r].to < common.to ? rows.ranges[r].to : common.to;
     }
     if (common.from >= common.to) common.from = common.to = seen.to;
-    add_few<ROWS, VECS>(values, rows, seen.from, common.from, sums);
-    add_positions<ROWS, VECS>(values, rows, common.from, common.to, sums);
-    add_few<ROWS, VECS>(values, rows, common.to, seen.to, sums);
+    // One copy of the code for both ends: these functions are most of what this file compiles to.
+    for (Range part{seen.from, common.from};; part = Range{common.to, seen.to}) {
+        add_few<ROWS, VECS>(values, rows, part, sums);
+        if (part.to == seen.to) break;
+        add_positions<ROWS, VECS>(values, rows, common.from, common.to, sums);
+    }
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
