@@ -114,6 +114,18 @@ class PoolingParams:
         return made
 
 
+def check_task(params: object, task: PoolingTask) -> None:
+    """Refuse a task that is none, and parameters, or a list of them, that name another one."""
+    PoolingParams(task=task)
+    for each in params if isinstance(params, list | tuple) else (params,):
+        named = each.task if isinstance(each, PoolingParams) else None
+        if named not in (None, task):
+            raise InvalidParameterError(
+                f"pooling_params have task={named!r}, and this call is for {task!r}; leave it out",
+                param="pooling_params",
+            )
+
+
 def read_truncation(keep: int | None, tokenization_kwargs: Mapping[str, Any] | None) -> int | None:
     """Return `truncate_prompt_tokens`, given by itself or among `tokenization_kwargs`, which know
     nothing else."""

@@ -358,12 +358,14 @@ async def _encoded(folder: Path, texts: list[str], **options: Any) -> list[bytes
 
     async with AsyncLLM(str(folder), dtype="float32", kv_cache_memory="8MiB") as llm:
         with pytest.raises(QuireError, match="asks for classes of texts"):
-            await encode_classes(llm)
+            await encode_classes(llm, "classify")
+        with pytest.raises(QuireError, match="task=vectors must be one of"):
+            await encode_classes(llm, "vectors")
         return list(await asyncio.gather(*(encode(llm, text) for text in texts)))
 
 
-async def encode_classes(llm: AsyncLLM) -> None:
-    async for _ in llm.encode("a", pooling_task="classify"):
+async def encode_classes(llm: AsyncLLM, task: Any) -> None:
+    async for _ in llm.encode("a", pooling_task=task):
         pass
 
 

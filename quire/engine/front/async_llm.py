@@ -26,7 +26,7 @@ from quire.common.residence import (
 from quire.config.engine import EngineConfig
 from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
-from quire.core.pooling import PoolingParams, PoolingTask, read_truncation
+from quire.core.pooling import PoolingParams, PoolingTask, check_task, read_truncation
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.assembly.builder import build_engine
 from quire.engine.front.absent import NO_PROFILE, BoundToProcess, absent
@@ -141,8 +141,14 @@ class AsyncLLM(BoundToProcess):
         Raises a RequestError if the request cannot be served, or fails. Prompts are tokenized in
         another thread. `trace_headers` have no effect.
         """
-        params = PoolingParams() if pooling_params is None else pooling_params.clone()
-        task = pooling_task or params.task or self._pooling.default_task
+        given = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(given, PoolingParams):
+            raise InvalidParameterError(
+                f"pooling_params must be PoolingParams, not {type(given).__name__}",
+                param="pooling_params",
+            )
+        params, task = given.clone(), pooling_task or given.task or self._pooling.default_task
+        check_task(params, task)
         prepare = self._pooling.preparer(task, read_truncation(None, tokenization_kwargs))
         encoded, digest = await asyncio.to_thread(prepare, prompt, params)
         outputs = self._outputs(request_id, encoded, digest, lora_request, priority)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
-from quire.core.pooling import PoolingParams, PoolingTask, read_truncation
+from quire.core.pooling import PoolingParams, PoolingTask, check_task, read_truncation
 from quire.engine.front.adapters import LoRARequests
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import RequestOutput
@@ -101,7 +101,7 @@ class PoolingCalls:
         `PoolingParams.prompt_name` names another. Raises a QuireError for a text that is too long,
         and for models that make no vectors.
         """
-        _check_task(pooling_params, "embed")
+        check_task(pooling_params, "embed")
         outputs = self._pooled(prompts, pooling_params, "embed", _Options(**options))
         return [
             output_of(EmbeddingRequestOutput, each, EmbeddingOutput(vectors_of(each)[0]))
@@ -115,7 +115,7 @@ class PoolingCalls:
         **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of classes, in order: `outputs.probs`."""
-        _check_task(pooling_params, "classify")
+        check_task(pooling_params, "classify")
         outputs = self._pooled(prompts, pooling_params, "classify", _Options(**options))
         return [
             output_of(ClassificationRequestOutput, each, ClassificationOutput(vectors_of(each)[0]))
@@ -133,7 +133,7 @@ class PoolingCalls:
         """What the model makes of texts, as `pooling_task` says: `outputs.data`, one vector or one
         for each token. By default what the model was made for."""
         task = pooling_task or _task_of(pooling_params) or self._pooling.default_task
-        _check_task(pooling_params, task)
+        check_task(pooling_params, task)
         params = _one_each(pooling_params, len(as_prompts(prompts)))
         outputs = self._pooled(prompts, pooling_params, task, _Options(**options))
         return [
@@ -168,7 +168,7 @@ class PoolingCalls:
         template has none. A list of adapters has one for each pair.
         """
         first, second = _pairs(data_1, data_2)
-        _check_task(pooling_params, "score")
+        check_task(pooling_params, "score")
         params, given = pooling_params or PoolingParams(), _Options(**options)
         self._pooling.check_instruction(instruction)
         if self._pooling.spec.late is not None:
@@ -279,18 +279,6 @@ def _each_named(
 
 def _task_of(params: Params) -> PoolingTask | None:
     return params.task if isinstance(params, PoolingParams) else None
-
-
-def _check_task(params: Params, task: PoolingTask) -> None:
-    """Refuse a task that is none, and parameters that name another one."""
-    PoolingParams(task=task)
-    for each in params if isinstance(params, list | tuple) else (params,):
-        named = each.task if isinstance(each, PoolingParams) else None
-        if named not in (None, task):
-            raise InvalidParameterError(
-                f"pooling_params have task={named!r}, and this call is for {task!r}; leave it out",
-                param="pooling_params",
-            )
 
 
 def _one_each(params: Params, count: int) -> list[PoolingParams]:
