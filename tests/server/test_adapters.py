@@ -281,7 +281,17 @@ def test_a_server_without_adapters_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "=b", "a=", "{", '{"name": "a"}', '{"name": 1, "path": "b"}']
+    "text",
+    [
+        "a",
+        "=b",
+        "a=",
+        "{",
+        '{"name": "a"}',
+        '{"name": 1, "path": "b"}',
+        '{"a":' * 9999,
+        '{"name": "a", "path": "b", "name": "c"}',
+    ],
 )
 def test_modules_that_are_not_understood_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="lora_modules"):
@@ -340,6 +350,14 @@ def test_of_loads_at_the_same_time_one_alone_gets_the_name(
     assert isinstance(refusal, ApiError) and refusal.code == "adapter_exists"
     [kept] = served.all
     assert kept.folder.name == ("v0", "v1")[outcomes.index(None)]
+    store.close()
+
+
+def test_a_folder_that_is_none_is_refused(folder: Path, spec: DecoderSpec) -> None:
+    store = AdapterStore(spec, AdapterLimits(16))
+    for name in ("nowhere", "v0/adapter_config.json"):
+        with pytest.raises(ConfigError, match=r"lora_folder=.* is no folder"):
+            ServedAdapters(store, ApiConfig(lora_folder=str(folder / name)), ("model",))
     store.close()
 
 

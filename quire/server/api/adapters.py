@@ -7,7 +7,6 @@ its model's name stands for when it arrives and keeps it to its end; nothing wai
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import time
@@ -20,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.common import json_text
 from quire.config.api import ApiConfig
 from quire.core.adapters import Adapter
 from quire.errors import CheckpointError, ConfigError
@@ -64,6 +64,10 @@ class ServedAdapters:
         if store is None and (config.lora_modules or config.lora_folder):
             raise ConfigError(
                 "lora_modules and lora_folder need an engine that serves adapters (--enable-lora)"
+            )
+        if self._root is not None and not self._root.is_dir():
+            raise ConfigError(
+                f"lora_folder={config.lora_folder!r} is no folder; make it, or name another one"
             )
         for module in config.lora_modules:
             self._serve(*read_module(module))
@@ -182,9 +186,9 @@ def read_module(text: str) -> tuple[str, str]:
             raise ConfigError(f"lora_modules: {text!r} must be name=path, or JSON with both")
         return name, path
     try:
-        given = json.loads(text)
-    except ValueError:
-        raise ConfigError(f"lora_modules: {text!r} is not JSON") from None
+        given = json_text.read_json(text)
+    except ValueError as error:
+        raise ConfigError(f"lora_modules: {text[:200]!r} is not valid JSON: {error}") from None
     unknown = given.keys() - {"name", "path", "base_model_name"}
     if unknown or not all(isinstance(given.get(key), str) for key in ("name", "path")):
         raise ConfigError(
