@@ -5,6 +5,7 @@ Owns the names, their defaults and their bounds. Standard library only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -87,6 +88,8 @@ class SpeculationConfig:
         """From a dict or a decoded JSON object. None leaves a key out."""
         given = {name: value for name, value in values.items() if value is not None}
         known = [item.name for item in fields(cls)]
+        if isinstance(given.get("model"), os.PathLike):
+            given["model"] = os.fspath(given["model"])
         if "method" not in given and "prompt_lookup_max" in given:
             given["method"] = "ngram"  # as vLLM's older configurations have it
         method = given.get("method", given.get("model") if given.get("model") in _NGRAM else None)

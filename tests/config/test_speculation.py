@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,9 @@ def test_vllms_keys_are_read() -> None:
     model = SpeculationConfig.from_mapping({"model": "x", "num_speculative_tokens": 3})
     assert (model.method, model.model, model.max_tokens) == ("draft_model", "x", 3)
     assert model.is_modelled and model.head is None
+    assert (
+        SpeculationConfig.from_mapping({"model": Path("x"), "num_speculative_tokens": 3}) == model
+    )
     head = SpeculationConfig.from_mapping({"method": "eagle3", "model": "x"})
     assert head.is_modelled and head.head == "eagle3"
     assert SpeculationConfig.from_mapping({"method": "deepseek_mtp"}).head == "mtp"
