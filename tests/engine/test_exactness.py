@@ -488,7 +488,7 @@ ALL_CIRCUMSTANCES = [
     if _is_tried(numbers, case)
     for is_slow in [
         (numbers in VARIANTS and case not in ESSENTIAL)
-        or (numbers != "float32" and case in IMPLIED)
+        or (case in IMPLIED and (numbers != "float32" or case not in ("restarted", "two threads")))
         or numbers == "images, bfloat16"
     ]
 ]

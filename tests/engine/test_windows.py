@@ -107,7 +107,7 @@ def whole(family: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> exactness
     return _WHOLE[family]
 
 
-QUICK = ("chunked", "cached", "preempted", "overlapped, in little memory", "blocks of 8")
+QUICK = ("chunked", "cached", "overlapped, in little memory")
 
 
 @pytest.mark.slow_combinations

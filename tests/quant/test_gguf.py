@@ -133,6 +133,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_except("*Q4_K_M", "*Q8_0", "*Q5_0", "*MXFP4", "phi3*")
 @pytest.mark.parametrize("case", MODELS)
 def test_a_file_computes_what_its_twin_computes(case: str, tmp_path: Path) -> None:
     file, twin = TinyModel(**MODELS[case]).write(tmp_path)

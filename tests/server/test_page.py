@@ -238,6 +238,7 @@ def test_twenty_thousand_blocks_are_drawn_in_a_frame(opened: Page) -> None:
     assert cost["later"] < 200, cost  # 2 ms on an idle core
 
 
+@pytest.mark.slow
 def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(page: Page) -> None:
     with serve_model(
         keys=key_ring([(Tenant("boss", is_admin=True), [KEY])]), kv_cache_memory="8MiB"

@@ -9,6 +9,7 @@ import pydantic
 import pytest
 from servers import MODEL, RunningServer
 
+pytestmark = pytest.mark.slow  # the packages take seconds to import
 ASK = "Tell me of a cat."
 
 
