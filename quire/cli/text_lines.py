@@ -60,9 +60,11 @@ def read_lines(files: list[str]) -> Iterator[TextLine]:
 def check_apart(files: list[str], output: str | None) -> None:
     """Raise UsageError for an output that is one of the files: opening it would empty it, also of
     the lines that are still to be read."""
-    for name in files if output is not None else ():
-        with suppress(OSError):  # either may not be there
-            if output is not None and Path(output).is_file() and os.path.samefile(name, output):
+    if output is None or not os.path.isfile(output):  # nor where it may not be looked at
+        return
+    for name in files:
+        with suppress(OSError):  # it may not be there, which is told when it is read
+            if os.path.samefile(name, output):
                 raise UsageError(f"--output {output} is one of the files to read; name another one")
 
 

@@ -55,9 +55,9 @@ or two, and is held against transformers' experts in tests/nn."""
 
 
 def _marks(name: str, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
-    """The fast suite computes every case on the machine's own instruction set (of stored weights
-    and caches in bfloat16 alone), a model with experts and one without on every other, and the
-    latter on the reference."""
+    """The fast suite computes every case on the machine's own instruction set, a model with experts
+    and one without on every other, and the latter on the reference. Of cases that are told by more
+    than a model ("gptq, int8 activations, float32"), those in bfloat16 are enough."""
     if backend.kernels == "triton":
         return (*_INTERPRETED, *([_THOROUGH] if name in _REPEATED else []))
     is_native = backend.isa is not None and backend.isa == _NATIVE_ISA
