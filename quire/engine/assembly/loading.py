@@ -256,6 +256,20 @@ def head_start(planned: PlannedModel) -> HeadStart | None:
     return HeadStart(checkpoint, wanted, plan.dtype, plan.num_threads)
 
 
+def check_files(planned: PlannedModel) -> None:
+    """Check what the weight files say of themselves against the model, for a process that does not
+    load them. Raises CheckpointError."""
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+
+    plan, storage = planned.plan, planned.storage
+    if isinstance(storage, GgufStorage):  # checked when it was found
+        return
+    if plan.config.load_format != "dummy" and planned.given is None:
+        SafetensorsCheckpoint(
+            planned.folder, plan.spec, storage.layout if storage else None
+        ).close()
+
+
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
     """Return where the weights come from."""
     from quire.weights.checkpoint import SafetensorsCheckpoint

@@ -96,6 +96,7 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
         check_folder(Path(config.weights_cache).expanduser())
     if not is_for_here:
         digest_key(planned.plan)  # a folder that cannot be used is refused before the model loads
+        loading.check_files(planned)
     if not config.skip_tokenizer_init:
         import tokenizers  # noqa: F401  # before torch's libraries load in the background: only one can load at a time
     return _describe(begin_loading(planned) if is_for_here else planned)
