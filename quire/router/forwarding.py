@@ -318,7 +318,7 @@ class _Delivery:
             for value in split(name, values)
         ]
         length = body_length(answer.headers)
-        if length is not None and length != CHUNKED:
+        if length is not None and length != CHUNKED and answer.status != 204:
             headers.append((b"content-length", str(length).encode()))
         await self._send(
             {"type": "http.response.start", "status": answer.status, "headers": headers}

@@ -316,6 +316,17 @@ def test_models_are_merged_and_requests_go_to_those_that_serve_theirs() -> None:
     play(scene, "a", "b", policy="round-robin", health_interval_s=60)
 
 
+def test_an_answer_that_has_no_body_has_no_length() -> None:
+    async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        made[0].status, made[0].body = 204, b""
+        for _ in range(2):  # on one connection
+            answer = await up.post("/v1/completions", BODY)
+            assert (answer.status, answer.body) == (204, b"")
+            assert not {"content-length", "transfer-encoding"} & answer.headers.keys()
+
+    play(scene, "a")
+
+
 def test_back_ends_come_and_go_by_admin_calls() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         async with backends("c") as (third,):
@@ -339,6 +350,8 @@ def test_back_ends_come_and_go_by_admin_calls() -> None:
                 "invalid_value",
             )
             assert (await up.delete("http://x")).status == 404
+            wrong = await up.client.request(HttpRequest("PUT", "/admin/backends"))
+            assert (wrong.status, wrong.headers["allow"]) == (405, "DELETE, GET, HEAD, POST")
             assert (await up.post("/admin/drain", {})).status == 200 and up.told == ["end"]
 
     play(scene, "a", "b", health_interval_s=60)

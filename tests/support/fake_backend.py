@@ -13,6 +13,8 @@ from typing import Any
 
 from ports import reserved_port
 
+_NO = b'{"error": {"message": "no"}}'
+
 
 @dataclass(slots=True)
 class FakeBackend:
@@ -106,7 +108,7 @@ class FakeBackend:
         body = json.loads(data) if data else {}
         self.bodies.append(body)
         if self.status != 200:
-            return _whole(writer, self.status, self.body or b'{"error": {"message": "no"}}')
+            return _whole(writer, self.status, _NO if self.body is None else self.body)
         if method == "POST" and body.get("stream"):
             return await self._stream(reader, writer, body)
         await asyncio.sleep(self.gap_s)

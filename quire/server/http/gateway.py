@@ -21,6 +21,7 @@ import msgspec
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.common.failures import log_failure
@@ -396,17 +397,24 @@ def _seconds(name: str, fields: Fields, most: float) -> float:
     return min(most, float(value))
 
 
+def _methods_of(scope: Scope) -> set[str]:
+    """Return what a path may be called with, over all routes that have it: Starlette names the
+    methods of the first one alone."""
+    routes = [each for each in scope["router"].routes if isinstance(each, Route)]
+    found = (each.methods or () for each in routes if each.matches(scope)[0] is not Match.NONE)
+    return {method for methods in found for method in methods}
+
+
 def _from_http(error: HTTPException, scope: Scope) -> ApiError:
     """Starlette's own refusals: an unknown path, or a method that the path does not have."""
     headers = dict(error.headers or {})
     if error.status_code == 404:
         return ApiError(404, "there is no such path", code="unknown_url")
     if error.status_code == 405:
-        allow = ", ".join(sorted(each.strip() for each in headers.get("Allow", "").split(",")))
         return ApiError(
             405,
             f"{scope['method']} is not allowed here",
             code="method_not_allowed",
-            headers={"allow": allow},
+            headers={"allow": ", ".join(sorted(_methods_of(scope)))},
         )
     return ApiError(error.status_code, "the request cannot be served", headers=headers)
