@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,7 +84,7 @@ class PrefillStage:
         if path not in PREFILL_PATHS or len(request.body) < self._min_bytes:
             return None
         try:
-            body = json.loads(request.body)
+            body = json.loads(request.body, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError):
             return None  # the back end says what is wrong with it
         if not isinstance(body, dict) or body.get(PARAMS) or _has_several(body.get("prompt")):
@@ -125,6 +126,15 @@ class PrefillStage:
                 "%s does not compute prompts: %s (said once until it does)", backend.url, reason
             )
         backend.has_failed = True
+
+
+def _finite(text: str) -> float:
+    """Raises ValueError for what JSON cannot say of a number that has overflowed: it would be
+    written as Infinity."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _has_several(prompt: object) -> bool:

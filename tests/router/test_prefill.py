@@ -22,6 +22,7 @@ from routed import Routed, routed, words
 from served import DEADLINE_S, Served, routing, serving
 from stopped import has_ended
 
+from quire.common.http_client import HttpRequest
 from quire.config.route import RouteConfig
 from quire.errors import ConfigError
 from quire.router.prefill import PrefillStage
@@ -153,6 +154,16 @@ def test_half_of_a_surrogate_pair_is_handed_on_as_it_came() -> None:
         body = {**BODY, "prompt": "once " * 200 + "\ud83d", "user": "\udc00"}
         assert (await up.post("/v1/completions", body)).status == 200
         assert prefiller.bodies[0]["prompt"] == backend.bodies[0]["prompt"] == body["prompt"]
+
+    play(scene)
+
+
+def test_a_number_that_overflows_is_handed_on_as_it_came() -> None:
+    async def scene(up: Routed, prefiller: Prefiller, backend: FakeBackend) -> None:
+        data = json.dumps(BODY).replace('"seed": 7', '"seed": 1e999').encode()
+        asked = HttpRequest("POST", "/v1/completions", data)
+        assert (await up.client.request(asked)).status == 200
+        assert prefiller.bodies == [] and backend.bodies == [json.loads(data)]
 
     play(scene)
 
