@@ -121,7 +121,8 @@ class Prober:
                 async with counted_timeout(self._config.connect_timeout_s):
                     urls = await source.resolve()
             except (OSError, TimeoutError) as error:
-                logger.warning("%s cannot be resolved: %s", source.url, type(error).__name__)
+                reason = str(error) or "the resolver does not answer in time"
+                logger.warning("%s cannot be resolved: %s", source.url, reason)
                 continue
             if source not in self._sources:  # removed meanwhile
                 continue
