@@ -84,6 +84,8 @@ def _put(given: dict[str, Any], path: str, value: Any, word: str) -> None:
             raise ConfigError(f"{word} names a key of {key!r}, which was given a value of its own")
     if not all((*folders, last)):
         raise ConfigError(f"{word} has an empty key; write --option.key VALUE")
+    if last in given:
+        raise ConfigError(f"{word.partition('=')[0]} is given twice; give it once")
     given[last] = value
 
 

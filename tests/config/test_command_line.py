@@ -55,6 +55,7 @@ def test_words_become_those_that_a_parser_knows(given: list[str], known: list[st
         (["--speculative-config", "{}", "--speculative-config.method=ngram"], "give it one way"),
         (["--speculative-config.", "x"], "has an empty key"),
         (["--speculative-config.a", "1", "--speculative-config.a.b", "1"], "a key of 'a'"),
+        (["--speculative-config.a", "1", "--speculative-config.a=2"], r"\.a is given twice"),
     ],
 )
 def test_contradictions_are_refused(words: list[str], message: str) -> None:
