@@ -8,9 +8,10 @@ when there is room again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,13 +109,25 @@ class BatchJob:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._stop_lines()
+        if self._results is not None and self._record["status"] not in ENDED:
+            with contextlib.suppress(ApiError):  # the results are there in any case
+                await self._update(self._record["status"])
 
     # -- from state to state
     # -----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:
-            await self._run_or_cancel()
+            await self._attempt(self._run_in_turn)
+        except asyncio.CancelledError:
+            if not self._is_cancelled or self._closing.is_set():
+                raise
+            await self._attempt(self._end_cancelled)
+
+    async def _attempt(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do it; where it fails the batch fails."""
+        try:
+            await work()
         except ApiError as error:
             await self._give_up(error)
         except Exception as error:
@@ -125,20 +138,20 @@ class BatchJob:
                 )
             )
 
-    async def _run_or_cancel(self) -> None:
-        try:
-            place = (
-                await self._shared.places.enter(self.tenant, self._left_s) if self._left_s else None
-            )
-            if place is None:
-                await self._end("expired")
-                return
-            with place:
-                await self._run_in_place()
-        except asyncio.CancelledError:
-            if not self._is_cancelled or self._closing.is_set():
-                raise
-            await self._end("cancelled")
+    async def _run_in_turn(self) -> None:
+        place = await self._shared.places.enter(self.tenant, self._left_s) if self._left_s else None
+        if place is None:
+            await self._end("expired")
+            return
+        with place:
+            await self._run_in_place()
+
+    async def _end_cancelled(self) -> None:
+        """End as cancelled. That is written down first, since lines in flight take their time to
+        stop, and a server that is started meanwhile is not to go on."""
+        if self._record["status"] not in ENDED:
+            await self._update("cancelling")
+        await self._end("cancelled")
 
     async def _run_in_place(self) -> None:
         await self._load()

@@ -21,9 +21,10 @@ from starlette.responses import Response
 from quire.common.failures import log_failure
 from quire.server.api.openai.batch_job import BatchJob, Surroundings
 from quire.server.api.openai.batch_lines import BatchLines, Runner
-from quire.server.api.openai.fields import Metadata
+from quire.server.api.openai.data_folder import STORAGE_FAILED
+from quire.server.api.openai.fields import Metadata, asks_for_something
 from quire.server.api.openai.file_store import RESULTS, FileStore, Record, new_id, public
-from quire.server.api.openai.files import Files
+from quire.server.api.openai.files import KEPT, Files
 from quire.server.api.openai.listing import Listing, list_object
 from quire.server.http.body import read_json
 from quire.server.http.call import Call, call_of
@@ -71,6 +72,8 @@ class Batches:
             raise bad_request(
                 f"endpoint: batches can use {', '.join(self._lines.endpoints)}", param="endpoint"
             )
+        if asks_for_something(body.output_expires_after):
+            call.ignore(["output_expires_after"], KEPT)
         self._check_number(call.tenant)
         await asyncio.to_thread(store.get, call.tenant.name, "file", body.input_file_id)
         now = int(time.time())
@@ -145,7 +148,12 @@ class Batches:
 
     async def _resume_tenant(self, store: FileStore, tenant: Tenant) -> None:
         for batch_id in await asyncio.to_thread(store.unended, tenant.name):
-            record = await asyncio.to_thread(store.get, tenant.name, "batch", batch_id)
+            try:
+                record = await asyncio.to_thread(store.get, tenant.name, "batch", batch_id)
+            except ApiError as error:
+                if error.code == STORAGE_FAILED:
+                    raise
+                continue  # deleted meanwhile, which is nothing to those behind it
             if batch_id not in self._jobs:
                 # The clock may have been set meanwhile, in either direction.
                 self._begin(

@@ -25,6 +25,7 @@ from quire.server.http.responses import json_response
 from quire.server.quota.ledger import Ledger
 from quire.server.state import Api
 
+KEPT = "files are kept until they are deleted"
 _CHUNK_BYTES = 1 << 20
 _MIN_UPLOAD_RATE = 64 << 10
 """Bytes a second that an upload must keep up with on average."""
@@ -77,6 +78,7 @@ class Files:
                 bounded.form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES) as form,
             ):
                 upload, purpose = form.get("file"), form.get("purpose")
+                call.ignore([name for name in form if name not in ("file", "purpose")], KEPT)
                 if not isinstance(upload, UploadFile):
                     raise bad_request("file: it is missing", param="file")
                 if purpose != "batch":
