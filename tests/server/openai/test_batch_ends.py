@@ -3,6 +3,7 @@ deleted while others are taken up."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -58,7 +59,7 @@ def test_a_batch_that_is_cancelled_while_it_fails_ends(
         assert client.batches.cancel(batch.id).status == "cancelling"
         held.may_go_on.set()
         assert wait(client, batch.id, "cancelled").cancelled_at
-        assert client.delete(f"/batches/{batch.id}", cast_to=httpx.Response).status_code == 200
+        assert deleted(client, batch.id) == 200
 
 
 def test_a_batch_that_was_cancelled_stays_so_where_the_server_is_killed(
@@ -125,6 +126,39 @@ def test_a_batch_that_is_deleted_while_a_server_starts_stops_no_other(
     with serve(FakeClient(), config(tmp_path), KEYS) as server, client_of(server) as client:
         ended = wait(client, batch.id, "completed")
         assert len(results(client, ended.output_file_id)) == 3
+
+
+def test_a_batch_that_shows_its_end_can_be_deleted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_held, may_go_on, put = threading.Event(), threading.Event(), FileStore.put
+
+    def slow_put(store: FileStore, tenant: str, kind: Any, record: dict[str, Any]) -> None:
+        if record["status"] == "completed":
+            is_held.set()
+            assert may_go_on.wait(60)
+        put(store, tenant, kind, record)
+
+    monkeypatch.setattr(FileStore, "put", slow_put)
+    with serve(FakeClient(), config(tmp_path), KEYS) as server, client_of(server) as client:
+        batch = begin(client, lines(1))
+        wait(client, batch.id, "completed")
+        until(is_held.is_set)
+        answers: list[int] = []
+        deleting = threading.Thread(target=lambda: answers.append(deleted(client, batch.id)))
+        deleting.start()
+        may_go_on.set()
+        deleting.join()
+        assert answers == [200]
+        with pytest.raises(openai.NotFoundError):
+            client.batches.retrieve(batch.id)
+
+
+def deleted(client: openai.OpenAI, batch_id: str) -> int:
+    """The status of the answer."""
+    with contextlib.suppress(openai.ConflictError):
+        return client.delete(f"/batches/{batch_id}", cast_to=httpx.Response).status_code
+    return 409
 
 
 def test_wishes_for_an_end_of_files_are_named_as_ignored(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ class BatchJob:
         assert record is not None
         return record
 
+    async def is_over(self, timeout_s: float) -> bool:
+        """Return whether nothing of it is left to be done. One that shows an end may have that to
+        write yet, which is waited for."""
+        if self._task is None or self._record.get("status") not in ENDED:
+            return False
+        return bool((await asyncio.wait([self._task], timeout=timeout_s))[0])
+
     async def close(self) -> None:
         """Stop where it is, for the next server to go on."""
         self._closing.set()

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_UNENDED = 1000
 """Batches of one tenant that run or wait."""
 _LIFE_S = 24 * 3600
+_LAST_WRITE_S = 5.0
+"""How long deleting a batch that has ended waits until that is on the disk."""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -117,8 +119,8 @@ class Batches:
     async def delete(self, request: Request) -> Response:
         """Remove the record of a batch that has ended; the files of its results stay."""
         call, batch_id = call_of(request), request.path_params["batch_id"]
-        record = await self._find(call, batch_id)
-        if batch_id in self._jobs:
+        record, job = await self._find(call, batch_id), self._jobs.get(batch_id)
+        if job is not None and not await job.is_over(_LAST_WRITE_S):
             message = f"the batch has not ended (it is {record['status']}); cancel it first"
             raise ApiError(409, message, param="batch_id", code="batch_not_ended")
         await asyncio.to_thread(self._files.store.delete, call.tenant.name, "batch", batch_id)
