@@ -14,6 +14,7 @@ import binascii
 import http.client
 import ipaddress
 import os
+import re
 import socket
 import ssl
 import stat
@@ -39,6 +40,7 @@ _PIECE = 64 << 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _SHOWN = 80
+_BROKEN_ESCAPE = re.compile("%(?![0-9A-Fa-f]{2})")
 
 
 def fetch(url: str, access: MediaAccess, param: str = "image_url") -> bytes:
@@ -73,6 +75,8 @@ class _Fetcher:
             self.refuse("a data URL needs a comma before its data")
         if len(payload) > MAX_BYTES * 2:
             self._refuse_size(len(payload))
+        if _BROKEN_ESCAPE.search(payload) is not None:  # millions take the decoder seconds
+            self.refuse("the data URL has a % that two hexadecimal digits do not follow")
         try:
             is_base64 = header.rstrip().lower().endswith(";base64")
             found = (

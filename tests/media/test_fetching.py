@@ -77,6 +77,14 @@ def test_data_urls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     _refused("data:;base64," + "A" * 1400, says="at most 1,000")
 
 
+@pytest.mark.parametrize("broken", ["%", "a%2", "%%41", "%4g", "QUFB%"])
+def test_escapes_of_data_urls_are_whole(broken: str) -> None:
+    """A body of `%` alone took seconds to decode."""
+    for head in ("data:,", "data:;base64,"):
+        _refused(head + broken, says="two hexadecimal digits")
+    assert fetch("data:;base64,%51UFB%0a", MediaAccess()) == base64.b64decode("QUFB")
+
+
 @pytest.mark.parametrize("url", ["", "x", "ftp://a/b", "gopher://a", "/etc/passwd", "javascript:1"])
 def test_other_urls_are_refused(url: str) -> None:
     _refused(url, MediaAccess(("a",)), "no URL of a known kind")
