@@ -161,7 +161,9 @@ def _combinations(node: Mapping[str, Any]) -> list[Any]:
         if isinstance(node.get(word), list)
         for each in node[word]
     ]
-    is_alone = "properties" not in node and "$ref" not in node and len(node.get("allOf") or ()) < 2
+    parts = node.get("allOf")
+    num_parts = len(parts) if isinstance(parts, list) else 0
+    is_alone = "properties" not in node and "$ref" not in node and num_parts < 2
     if "$ref" in node and "properties" in node:
         return [*branches, {"$ref": node["$ref"]}]
     return [] if is_alone else branches

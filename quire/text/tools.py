@@ -370,6 +370,7 @@ class _CallObject:
             return True
         try:
             name = json.loads("".join(self._string))
+            name.encode()  # half of a surrogate pair, which JSON can spell, is no text to answer
         except ValueError:
             return False
         self.name = name if isinstance(name, str) else ""

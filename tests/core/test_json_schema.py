@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from quire.core.json_schema import checked_schema, closed_schema
+from quire.core.json_schema import (
+    _ENFORCED,
+    _NAMED_SUBSCHEMAS,
+    _SUBSCHEMAS,
+    checked_schema,
+    closed_schema,
+)
 from quire.errors import InvalidParameterError
 
 
@@ -88,6 +94,14 @@ def test_a_keyword_that_cannot_be_enforced_is_named_wherever_it_stands(
 )
 def test_what_else_is_refused(schema: Any, words: str) -> None:
     assert words in refusal(schema)
+
+
+@pytest.mark.parametrize("keyword", sorted(_ENFORCED | _SUBSCHEMAS | _NAMED_SUBSCHEMAS))
+@pytest.mark.parametrize("value", [None, True, 5, "a", [], [5], {}, {"a": 5}])
+def test_no_value_of_a_keyword_breaks_the_closing_of_a_schema(keyword: str, value: Any) -> None:
+    """A wrong one is refused by what reads the schema next, in words."""
+    for schema in ({keyword: value}, {"properties": {"a": {"type": "object", keyword: value}}}):
+        closed_schema(schema, "schema", is_strict=True)
 
 
 def test_a_strict_schema_is_closed_wherever_an_object_stands() -> None:

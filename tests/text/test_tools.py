@@ -168,6 +168,14 @@ def test_what_is_read() -> None:
     ]
 
 
+def test_a_name_that_no_answer_can_have_is_no_call() -> None:
+    """JSON spells half of a surrogate pair, and UTF-8 does not."""
+    half = '<tool_call>{"name": "a\\ud83d", "arguments": {}}</tool_call>'
+    whole = half.replace("\\ud83d", "\\ud83d\\ude00")
+    assert read("hermes", [half]) == [Text(half)]
+    assert calls(read("hermes", [whole])) == [("a\U0001f600", "{}")]
+
+
 def test_arguments_stream_as_they_come() -> None:
     parser = ToolParser(FORMATS["hermes"])
     events = parser.feed('Hm <tool_call>{"name": "a", "arguments": {"x')
