@@ -32,9 +32,10 @@ class WeightUpdate:
         end before has; returns how that went."""
         if self._thread.is_alive():
             return None
-        waits = self.command.waits and self._loop.can_step
-        if self._error is None and waits:
-            return None
+        if self._error is None and self.command.waits and self._loop.has_work:
+            if not self._loop.asleep:
+                return None
+            self._error = "the engine is asleep: its requests cannot finish; wake it up"
         if self._error is None:
             try:
                 self._loop.replace_weights(self._loaded, self.command.version)

@@ -336,6 +336,28 @@ def test_an_engine_that_replaces_another_computes_with_the_weights_of_that_one(
     _run(scenario)
 
 
+def test_requests_of_an_engine_that_sleeps_cannot_finish_with_their_weights(
+    make_client: MakeClient,
+) -> None:
+    """Neither are they answered with others, which they were to be spared."""
+
+    async def scenario() -> None:
+        async with make_client() as client:
+            former = await _answer(client, _request("calm", SLOW_TOKEN, max_tokens=8))
+            begun = asyncio.create_task(_answer(client, _request("calm", SLOW_TOKEN, max_tokens=8)))
+            await _until(lambda: client.status().num_running == 1)
+            await client.sleep()
+            with pytest.raises(EngineError, match="its requests cannot finish; wake it up"):
+                await client.update_weights("7", requests="finish")
+            assert client.weight_version == "0"
+            await client.wake_up()
+            assert await begun == former
+            await client.sleep()  # with nothing to finish
+            assert await client.update_weights("7", requests="finish") == "2"
+
+    _run(scenario)
+
+
 def test_a_command_whose_engine_is_lost_is_answered(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client() as client:
