@@ -13,6 +13,7 @@ from servers import RunningServer, serve_model
 from vision_models import NUM_TOKENS, data_url, picture, write_llava, write_tokenizer
 
 from quire import LLM, SamplingParams
+from quire.config.api import ApiConfig
 from quire.server.quota.tenants import Tenant, key_ring
 
 Image = pytest.importorskip("PIL.Image")
@@ -213,6 +214,43 @@ def test_an_image_with_a_name_need_not_be_sent_again(server: RunningServer) -> N
     assert _ask(server, [_named("cat"), TEXT]).json()["choices"] == other["choices"]
     wrong = _ask(server, [{**_url(1), "uuid": 3}, TEXT])
     assert wrong.status_code == 400 and "uuid" in wrong.json()["error"]["param"]
+
+
+def test_a_name_works_in_responses_too(server: RunningServer) -> None:
+    def ask(*parts: dict[str, Any], **more: Any) -> Any:
+        content = [*parts, {"type": "input_text", "text": "What is it?"}]
+        body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 6, **more}
+        return httpx.post(f"{server.v1}/responses", json={"temperature": 0, **body}, timeout=60)
+
+    def text(answer: Any) -> str:
+        assert "x-quire-ignored-fields" not in answer.headers
+        return str(answer.json()["output"][0]["content"][0]["text"])
+
+    image, name = {"type": "input_image", "image_url": data_url(picture(1))}, {"uuid": "emu"}
+    first = ask({**image, **name})
+    again = ask({"type": "input_image", **name})
+    assert text(first) == text(again) == text(ask(image))
+    further = ask(previous_response_id=again.json()["id"])
+    assert text(further) == text(ask(previous_response_id=first.json()["id"]))
+    assert ask({"type": "input_image", "uuid": "unknown"}).status_code == 400
+    assert ask({"type": "input_image", "image_url": 5, **name}).status_code == 400
+
+
+def test_what_names_an_image_is_no_unknown_field(folder: Path) -> None:
+    url = data_url(picture(1))
+    ways: list[dict[str, Any]] = [
+        _named("owl", 1),
+        _named("owl"),
+        {"type": "image_url", "uuid": "owl"},
+        {"type": "image", "image": url},
+        {"type": "image", "url": url},
+        {"type": "image_pil", "image_pil": url},
+    ]
+    with serve_model(ApiConfig(strict_fields=True), model=str(folder), **OPTIONS) as server:
+        answers = [_ask(server, [way, TEXT]) for way in ways]
+        odd = _ask(server, [{**_url(1), "colour": "red"}, TEXT])
+    assert len({each.json()["choices"][0]["message"]["content"] for each in answers}) == 1
+    assert odd.status_code == 400 and "colour" in odd.json()["error"]["message"]
 
 
 def test_names_of_images_are_known_within_a_salt(server: RunningServer) -> None:

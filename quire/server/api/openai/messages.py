@@ -34,6 +34,11 @@ class Part(msgspec.Struct, kw_only=True):
     annotations: Any = None
     logprobs: Any = None
     image_url: Any = None
+    image: Any = None
+    image_pil: Any = None
+    url: Any = None
+    """As others write an image (see `quire.media.parts`)."""
+    uuid: Any = None
     detail: Any = None
     source: Any = None
 

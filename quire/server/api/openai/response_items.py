@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.front.outputs import CompletionOutput
+from quire.media.known import check_uuid
 from quire.media.parts import is_image
 from quire.server.api.answer_format import AnswerFormat, Event
 from quire.server.api.openai.logprobs import ScoredToken
@@ -137,13 +138,19 @@ def _input_part(part: Item, where: str) -> Item:
     """Return a part as it is listed later."""
     if not is_image(part):
         return {"type": "input_text", "text": part_text(part, where)}
-    url = part.get("image_url")
-    if not isinstance(url, str):
+    url, uuid = part.get("image_url"), check_uuid(part.get("uuid"), f"{where}.uuid")
+    if not isinstance(url, str) and (url is not None or uuid is None):
         raise bad_request(
             f"{where}: an image needs image_url, a text such as 'data:image/png;base64,...'",
             param=where,
         )
-    return {"type": "input_image", "image_url": url, "detail": part.get("detail") or "auto"}
+    named = {} if uuid is None else {"uuid": uuid}
+    return {
+        "type": "input_image",
+        "image_url": url,
+        "detail": part.get("detail") or "auto",
+        **named,
+    }
 
 
 def _reasoning_parts(content: Any, where: str) -> list[Item]:
