@@ -89,6 +89,7 @@ def checked_schema(schema: object, param: str) -> str:
     if decoded is False:
         _refuse(param, "accepts nothing")
     num_schemas = num_values = 0
+    places: dict[str, Mapping[str, Any]] = {}
     for path, depth, node in _subschemas(decoded):
         num_schemas += 1
         if depth > MAX_SCHEMA_DEPTH or num_schemas > MAX_SCHEMAS:
@@ -104,10 +105,54 @@ def checked_schema(schema: object, param: str) -> str:
         if not isinstance(node, Mapping):
             _refuse(param, f"has {type(node).__name__} at {path}, where a schema must stand")
         _check_keywords(node, path, param)
+        places[path] = node
         num_values += len(node["enum"]) if isinstance(node.get("enum"), list) else 0
         if num_values > MAX_ENUM_VALUES:
             _refuse(param, f"has more than {MAX_ENUM_VALUES} values in its enums")
+    endless = _endless(places)
+    if endless is not None:
+        _refuse(
+            param,
+            f"leads from {endless[:128]} back to itself by $ref alone, so that no value has an end",
+        )
     return "{}" if decoded is True else text
+
+
+def _endless(places: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return where a schema is nothing but references to itself, of the schemas by their paths;
+    None where none is. The compiler would take it for one that a value may yet satisfy.
+
+    A schema has an end if what it refers to and all of its `allOf` have, and one each of its
+    `anyOf` and `oneOf`; found out from those with an end on.
+    """
+    waits_for: dict[str, set[str]] = {}
+    asked_by: dict[str, list[tuple[str, str]]] = {}
+    for path, node in places.items():
+        waits_for[path] = set()
+        for need, target in _needs(path, node):
+            if target in places:
+                waits_for[path].add(need)
+                asked_by.setdefault(target, []).append((path, need))
+            else:  # nothing that could lead back
+                asked_by.setdefault("", []).append((path, need))
+    ended = ["", *(path for path, needs in waits_for.items() if not needs)]
+    while ended:
+        for path, need in asked_by.get(ended.pop(), ()):
+            if need in waits_for[path]:
+                waits_for[path].discard(need)
+                if not waits_for[path]:
+                    ended.append(path)
+    return next((path for path, needs in waits_for.items() if needs), None)
+
+
+def _needs(path: str, node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name of a need, a path that meets it); those of one name are alternatives."""
+    if isinstance(node.get("$ref"), str):
+        yield "$ref", node["$ref"]
+    for word in ("anyOf", "oneOf", "allOf"):
+        for number in range(len(node.get(word, ()))):
+            place = f"{path}/{word}/{number}"
+            yield place if word == "allOf" else word, place
 
 
 def closed_schema(schema: object, param: str, *, is_strict: bool) -> dict[str, Any] | bool:

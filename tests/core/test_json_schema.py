@@ -104,6 +104,45 @@ def test_no_value_of_a_keyword_breaks_the_closing_of_a_schema(keyword: str, valu
         closed_schema(schema, "schema", is_strict=True)
 
 
+_X = {"$ref": "#/$defs/x"}
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        _X,
+        {"$ref": "#/properties/a"},
+        {"allOf": [_X, {"type": "null"}]},
+        {"anyOf": [_X, {"allOf": [_X]}]},
+        {"oneOf": [{"anyOf": [_X]}], "type": "string"},
+    ],
+)
+def test_a_schema_that_is_nothing_but_itself_is_refused(x: dict[str, Any]) -> None:
+    """It compiles, and where an answer comes to it nothing can follow."""
+    for schema in (
+        {"properties": {"a": _X}, "$defs": {"x": x}},
+        {"properties": {"b": {"items": _X}, "a": x}, "$defs": {"x": x}},
+    ):
+        assert "back to itself by $ref alone" in refusal(schema)
+    assert "leads from # back" in refusal({"$ref": "#"})
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        {"anyOf": [_X, {"type": "null"}]},
+        {"anyOf": [{"allOf": [_X]}, True]},
+        {"items": _X},
+        {"properties": {"next": _X}},
+        {"$ref": "#/$defs/unknown"},
+        {"anyOf": []},
+    ],
+)
+def test_a_schema_that_may_contain_itself_passes(x: dict[str, Any]) -> None:
+    """Those that are wrong otherwise are for the compiler to refuse."""
+    checked_schema({"properties": {"a": _X}, "$defs": {"x": x}}, "json")
+
+
 def test_a_strict_schema_is_closed_wherever_an_object_stands() -> None:
     item = {"type": "object", "properties": {"x": {"type": ["object", "null"]}}}
     schema = {
