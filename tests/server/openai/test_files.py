@@ -62,6 +62,39 @@ def test_files(server: RunningServer) -> None:
         assert caught.value.status_code == 413
 
 
+@pytest.mark.parametrize(
+    ("charset", "status"),
+    [("utf-8", 200), ("no-such", 200), ("unicode_escape", 400), ("punycode", 400)],
+)
+def test_a_form_says_itself_how_it_is_written(
+    server: RunningServer, charset: str, status: int
+) -> None:
+    body = (
+        '--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--B\r\n'
+        'Content-Disposition: form-data; name="file"; filename="a\\ud800"\r\n\r\nx\r\n--B--\r\n'
+    )
+    answer = httpx.post(
+        f"{server.v1}/files",
+        content=body,
+        headers={
+            "content-type": f"Multipart/Form-Data; boundary=B; charset={charset}",
+            "authorization": "Bearer key-of-a",
+        },
+    )
+    assert answer.status_code == status, answer.text
+    assert status == 200 or answer.json()["error"]["code"] == "invalid_form"
+
+
+def test_a_list_is_walked_while_it_is_deleted(server: RunningServer) -> None:
+    with client_of(server) as client:
+        made = {client.files.create(file=b"x", purpose="batch").id for _ in range(7)}
+        deleted = set()
+        for file in client.files.list(limit=2):
+            client.files.delete(file.id)
+            deleted.add(file.id)
+        assert deleted >= made and not list(client.files.list())
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 def test_a_disk_that_takes_nothing_is_said_and_leaves_nothing_behind(
     server: RunningServer,

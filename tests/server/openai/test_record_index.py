@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.server.api.openai import record_index
 from quire.server.api.openai.record_index import RecordIndex
 
 
@@ -50,4 +51,38 @@ def test_numbers_only_grow() -> None:
     index.set_tag("d", "done")
     assert index.ids(without=frozenset({"done"})) == ["a", "b"]
     with pytest.raises(KeyError):
-        index.page("c", 5, is_ascending=True)
+        index.page("e", 5, is_ascending=True)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), st.integers(1, 7), st.booleans(), st.data())
+def test_a_list_can_be_walked_while_it_is_deleted(
+    count: int, limit: int, is_ascending: bool, data: st.DataObject
+) -> None:
+    index = RecordIndex()
+    names = [f"r{number}" for number in range(count)]
+    for name in names:
+        index.add(name, "")
+    found: list[str] = []
+    has_more, after = True, ""
+    while has_more:
+        ids, has_more = index.page(after, limit, is_ascending=is_ascending)
+        for name in ids:
+            if data.draw(st.booleans()):
+                index.drop(name)
+                index.drop(name)  # as two clients may
+        after = ids[-1] if ids else ""
+        found += ids
+    assert found == (names if is_ascending else names[::-1])
+
+
+def test_so_many_places_of_deleted_records_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_index, "MAX_DROPPED", 2)
+    index = RecordIndex()
+    for name in "abcd":
+        index.add(name, "")
+    for name in "abc":
+        index.drop(name)
+    assert index.page("b", 5, is_ascending=True) == (["d"], False)
+    with pytest.raises(KeyError):
+        index.page("a", 5, is_ascending=True)

@@ -58,7 +58,8 @@ class Files:
     async def post(self, request: Request) -> Response:
         """Take an upload (multipart/form-data with `file` and `purpose`)."""
         call, store = call_of(request), self.store
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        content_type = request.headers.get("content-type", "").lower()
+        if not content_type.startswith("multipart/form-data"):
             raise ApiError(
                 415, "a file is uploaded as multipart/form-data", code="unsupported_media_type"
             )
@@ -96,6 +97,10 @@ class Files:
             ) from None
         except HTTPException as error:
             raise bad_request(f"the form is invalid: {error.detail}", code="invalid_form") from None
+        except UnicodeError:  # its `charset` may be any of Python's
+            raise bad_request(
+                "the form is invalid: its texts are not UTF-8", code="invalid_form"
+            ) from None
         except ClientDisconnect:
             raise ApiError(499, "the client went away") from None
         except OSError as error:  # a large upload waits in a temporary file

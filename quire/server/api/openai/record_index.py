@@ -2,13 +2,19 @@
 that is not shown.
 
 Owns names, numbers and tags in memory, nothing on disk. Numbers only grow, whatever the clock of
-the machine does, so "newest first" is the order in which records came.
+the machine does, so "newest first" is the order in which records came. Where a record was is
+remembered for a while when it is gone: who deletes a list part by part names a deleted one for the
+next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+
+MAX_DROPPED = 10_000
+"""Records whose places are remembered."""
 
 
 class RecordIndex:
@@ -18,6 +24,9 @@ class RecordIndex:
     def __init__(self) -> None:
         self._tags: dict[str, str] = {}
         """In ascending order of numbers."""
+        self._numbers: dict[str, int] = {}
+        """Also of those that were dropped, for a while."""
+        self._dropped: deque[str] = deque()
         self._last_number = 0
 
     def __len__(self) -> int:
@@ -32,6 +41,7 @@ class RecordIndex:
         assert record_id not in self._tags
         self._last_number = max(self._last_number + 1, number or 0)
         self._tags[record_id] = tag
+        self._numbers[record_id] = self._last_number
         return self._last_number
 
     def set_tag(self, record_id: str, tag: str) -> None:
@@ -41,7 +51,11 @@ class RecordIndex:
 
     def drop(self, record_id: str) -> None:
         """Take a record out, if it is there."""
-        self._tags.pop(record_id, None)
+        if self._tags.pop(record_id, None) is None:
+            return
+        self._dropped.append(record_id)
+        if len(self._dropped) > MAX_DROPPED:
+            del self._numbers[self._dropped.popleft()]
 
     def ids(self, *, without: frozenset[str] = frozenset()) -> list[str]:
         """Return records whose tag is none of those, oldest first."""
@@ -51,16 +65,15 @@ class RecordIndex:
         self, after: str, limit: int, *, is_ascending: bool, tag: str = ""
     ) -> tuple[list[str], bool]:
         """(up to `limit` ids after that one, whether there are more). `after` "" is the beginning.
-        Raises KeyError where there is no record `after`.
+        Raises KeyError where there never was, or not for long, a record `after`.
         """
-        if after and after not in self._tags:
-            raise KeyError(after)
-        found = list(islice(self._after(after, tag, is_ascending=is_ascending), limit + 1))
+        place = self._numbers[after] if after else None
+        found = list(islice(self._behind(place, tag, is_ascending=is_ascending), limit + 1))
         return found[:limit], len(found) > limit
 
-    def _after(self, after: str, tag: str, *, is_ascending: bool) -> Iterator[str]:
-        has_begun = not after
+    def _behind(self, place: int | None, tag: str, *, is_ascending: bool) -> Iterator[str]:
         for record_id in self._tags if is_ascending else reversed(self._tags):
-            if has_begun and tag in ("", self._tags[record_id]):
+            number = self._numbers[record_id]
+            is_behind = place is None or (number > place if is_ascending else number < place)
+            if is_behind and tag in ("", self._tags[record_id]):
                 yield record_id
-            has_begun = has_begun or record_id == after
