@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_client import FakeClient
 from hypothesis import given, settings
@@ -12,15 +15,19 @@ from hypothesis import strategies as st
 from servers import serve
 
 from quire.config.api import ApiConfig
-from quire.server.api.openai.response_store import ResponseStore, StoredResponse
+from quire.server.api.openai import response_store
+from quire.server.api.openai.response_store import AskedInput, ResponseStore, StoredResponse
 from quire.server.http.errors import ApiError
+from quire.server.http.off_loop import SMALL
 
 MAX_RESPONSES, MAX_BYTES = 5, 2000
 
 
 def response(name: str, num_chars: int = 1) -> StoredResponse:
     return StoredResponse(
-        {"id": name, "text": "x" * num_chars}, [{"id": "item"}], [{"role": "user"}]
+        {"id": name, "text": "x" * num_chars},
+        AskedInput.of([{"id": "item"}], [{"role": "user"}]),
+        [],
     )
 
 
@@ -96,3 +103,36 @@ def test_what_was_asked_is_listed_in_parts() -> None:
             2::-1
         ] and not rest["has_more"]
         assert http.get(path, params={"after": "msg_nowhere"}).status_code == 400
+
+
+def test_what_is_large_is_written_and_read_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the request that needs it is small."""
+    threads: dict[str, set[str]] = {"encode": set(), "decode": set()}
+
+    def encode(value: Any) -> bytes:
+        data = msgspec.json.encode(value)
+        if len(data) > SMALL:
+            threads["encode"].add(threading.current_thread().name)
+        return data
+
+    def decode(data: bytes) -> Any:
+        if len(data) > SMALL:
+            threads["decode"].add(threading.current_thread().name)
+        return msgspec.json.decode(data)
+
+    noting = SimpleNamespace(json=SimpleNamespace(encode=encode, decode=decode))
+    monkeypatch.setattr(response_store, "msgspec", noting)
+    long = {"input": "one two " * (SMALL // 4), "truncation": "auto"}
+    with serve(FakeClient()) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        first = http.post("/v1/responses", json=long).json()["id"]
+        again = {"input": "x", "truncation": "auto", "previous_response_id": first}
+        further = http.post("/v1/responses", json=again).json()["id"]
+        with http.stream("POST", "/v1/responses", json={**again, "stream": True}) as stream:
+            assert "response.completed" in stream.read().decode()
+        items = http.get(f"/v1/responses/{first}/input_items").json()["data"]
+        assert items[0]["content"][0]["text"] == long["input"]
+        assert http.get(f"/v1/responses/{further}").json()["previous_response_id"] == first
+    both = {name.rpartition("_")[0] for each in threads.values() for name in each}
+    assert both == {"quire-bodies"} and all(threads.values())

@@ -8,7 +8,7 @@ clients are told by a 404 for an id that is gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,23 +16,32 @@ from quire.server.http.errors import ApiError
 from quire.server.quota.ledger import Ledger
 
 
+class AskedInput(NamedTuple):
+    """What is kept of a request, encoded."""
+
+    items: bytes
+    messages: bytes
+
+    @classmethod
+    def of(cls, items: Sequence[dict[str, Any]], messages: Sequence[dict[str, Any]]) -> AskedInput:
+        """Encode it, which takes time where there are images."""
+        return cls(msgspec.json.encode(items), msgspec.json.encode(messages))
+
+
 class StoredResponse:
     """One answer, what was asked, and the conversation as templates read it,
-    the answer included."""
+    the answer included. Reading any of them takes time that grows with `num_bytes`."""
 
     __slots__ = ("_body", "_input_items", "_messages", "id")
 
     def __init__(
-        self,
-        body: dict[str, Any],
-        input_items: Sequence[dict[str, Any]],
-        messages: Sequence[dict[str, Any]],
+        self, body: dict[str, Any], asked: AskedInput, answered: Sequence[dict[str, Any]]
     ) -> None:
+        """`answered`: the answer as messages of the conversation."""
         self.id: str = body["id"]
         """Made by this server: a client that chose it could replace what is kept under it."""
-        self._body, self._input_items, self._messages = map(
-            msgspec.json.encode, (body, input_items, messages)
-        )
+        self._body, self._input_items = msgspec.json.encode(body), asked.items
+        self._messages = _joined(asked.messages, msgspec.json.encode(answered))
 
     @property
     def body(self) -> Any:
@@ -120,3 +129,9 @@ class ResponseStore:
     def _drop(self, tenant: str, response_id: str) -> None:
         self._ledger.drop(tenant, response_id)
         del self._entries[tenant, response_id]
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """Return two lists as one, all of them encoded."""
+    between = b"," if len(first) > 2 and len(second) > 2 else b""
+    return first[:-1] + between + second[1:]

@@ -42,7 +42,7 @@ from quire.server.api.openai.response_items import (
     messages_of,
     new_id,
 )
-from quire.server.api.openai.response_store import ResponseStore, StoredResponse
+from quire.server.api.openai.response_store import AskedInput, ResponseStore, StoredResponse
 from quire.server.api.openai.sealed import Sealer
 from quire.server.api.openai.shapes import (
     InputItem,
@@ -162,7 +162,9 @@ class _PreparedResponse:
     request: ResponseRequest
     job: GenerationJob
     model: str
-    input: _Input
+    functions: list[Function]
+    asked: AskedInput | None
+    """None where the answer is not to be kept."""
     answer_format: AnswerFormat
     names: TokenNames
     seal: Callable[[str], str] | None
@@ -232,15 +234,16 @@ class Responses:
     async def get(self, request: Request) -> Response:
         """Return an answer that was kept."""
         call = call_of(request)
-        return json_response(
-            call, self._store.get(call.tenant.name, request.path_params["response_id"]).body
-        )
+        kept = self._store.get(call.tenant.name, request.path_params["response_id"])
+        return await off_loop(kept.num_bytes, lambda: json_response(call, kept.body))
 
     async def input_items(self, request: Request) -> Response:
         """Return the input items of a kept answer, newest first by default."""
-        call = call_of(request)
-        items = self._store.get(call.tenant.name, request.path_params["response_id"]).input_items
-        return json_response(call, page_of(items, query_of(request, Listing)))
+        call, query = call_of(request), query_of(request, Listing)
+        kept = self._store.get(call.tenant.name, request.path_params["response_id"])
+        return await off_loop(
+            kept.num_bytes, lambda: json_response(call, page_of(kept.input_items, query))
+        )
 
     async def delete(self, request: Request) -> Response:
         """Forget an answer."""
@@ -277,6 +280,12 @@ class Responses:
             token_ids, params, None, body.cache_salt, body.priority, images=prompt.images
         )
         job.keep = retention(body.prompt_cache_retention)
+        asked = None
+        if body.store is not False:
+            asked = await off_loop(
+                given_input.conversation.num_body_bytes,
+                lambda: AskedInput.of(given_input.items, given_input.messages),
+            )
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = (
             partial(self._sealer.seal, call.tenant.name)
@@ -284,7 +293,15 @@ class Responses:
             else None
         )
         return _PreparedResponse(
-            body, job, model, given_input, answer_format, names, seal, time.monotonic() - started_s
+            body,
+            job,
+            model,
+            given_input.functions,
+            asked,
+            answer_format,
+            names,
+            seal,
+            time.monotonic() - started_s,
         )
 
     async def _input(self, call: Call, body: ResponseRequest) -> _Input:
@@ -296,11 +313,13 @@ class Responses:
         forms = _asked_form(body)
         tools = await api.prompts.tools(offered, forms)
         history: list[dict[str, Any]] = []
+        num_bytes = call.num_body_bytes
         if body.previous_response_id is not None:
             previous = self._store.get(
                 call.tenant.name, body.previous_response_id, param="previous_response_id"
             )
-            history = list(previous.messages)
+            num_bytes += previous.num_bytes
+            history = await off_loop(previous.num_bytes, lambda: previous.messages)
         items, asked = await self._read_input(call, body) if body.input or not history else ([], [])
         messages = [*history, *asked]
         shown = (
@@ -313,7 +332,7 @@ class Responses:
             tools=tools,
             asked=forms,
             template_kwargs=_effort(body, api.prompts.template_source, call),
-            num_body_bytes=call.num_body_bytes,
+            num_body_bytes=num_bytes,
             media_scope=call.tenant.media_scope(body.cache_salt),
         )
         return _Input(conversation, messages, items, list(offered[0]))
@@ -396,11 +415,11 @@ class Responses:
         return answer
 
     def _keep(self, call: Call, prepared: _PreparedResponse, answer: dict[str, Any]) -> None:
-        if prepared.request.store is False:
+        if prepared.asked is None:
             return
         kept = messages_of([item for item in answer["output"] if is_whole(item)])
-        messages = [*prepared.input.messages, *(for_template(kept) if kept else ())]
-        self._store.put(call.tenant.name, StoredResponse(answer, prepared.input.items, messages))
+        answered = for_template(kept) if kept else []
+        self._store.put(call.tenant.name, StoredResponse(answer, prepared.asked, answered))
 
 
 def _check(body: ResponseRequest) -> None:
@@ -467,7 +486,7 @@ def _body(
         "temperature": params.temperature,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": [_shown(function) for function in prepared.input.functions],
+        "tools": [_shown(function) for function in prepared.functions],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": request.truncation or "disabled",
