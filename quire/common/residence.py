@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from quire.errors import InvalidParameterError, NotAvailableError
 
@@ -18,26 +20,40 @@ _VERSION = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}", re.ASCII)
 
 def check_level(level: object) -> int:
     """Return a level of sleep. Raises InvalidParameterError."""
-    if level not in (1, 2) or isinstance(level, bool):
+    if type(level) is not int or level not in (1, 2):
         raise InvalidParameterError(
             f"level={level!r} is no level of sleep: 1 keeps the weights in a file, 2 discards them",
             param="level",
         )
-    return int(str(level))
+    return level
 
 
 def check_parts(tags: Iterable[str] | None) -> tuple[str, ...]:
     """Return the parts that tags name; all of them by default. Raises InvalidParameterError."""
     if tags is None:
         return PARTS
-    named = (tags,) if isinstance(tags, str) else tuple(tags)
+    named = tuple(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else (tags,)
     unknown = [each for each in named if each not in PARTS]
     if unknown or not named:
         raise InvalidParameterError(
-            f"tags={named!r} must be of {', '.join(PARTS)}; leave them out to wake everything",
+            f"tags={tags!r:.80} must be of {', '.join(PARTS)}; leave them out to wake everything",
             param="tags",
         )
     return tuple(each for each in PARTS if each in named)
+
+
+def check_source(source: object) -> str | Mapping[Any, Any]:
+    """Return where weights are to be taken from: a folder, or tensors as they were given. Raises
+    InvalidParameterError."""
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, str | Path):
+        raise InvalidParameterError(
+            f"source is a {type(source).__name__}; give a folder with a checkpoint, or a mapping "
+            "of tensors by their names",
+            param="source",
+        )
+    return str(Path(source).expanduser())
 
 
 def check_requests(requests: object) -> bool:

@@ -12,6 +12,7 @@ from quire.common.residence import (
     check_parts,
     check_requests,
     check_rpc,
+    check_source,
     check_version,
 )
 from quire.config.engine import EngineConfig
@@ -179,9 +180,7 @@ class LLMEngine(BoundToProcess):
         """
         waits = check_requests(requests)
         name = check_version(version, self._num_updates + 1)
-        if not isinstance(source, Mapping):
-            source = str(Path(source).expanduser())
-        loaded = self.engine.load_weights(source)
+        loaded = self.engine.load_weights(check_source(source))
         with self.shared.held() as engine:
             if waits and engine.asleep and engine.has_work:
                 raise EngineError("the engine is asleep: its requests cannot finish; wake it up")

@@ -246,13 +246,17 @@ def test_llm_sleeps_and_says_so() -> None:
             assert not llm.is_sleeping()
             (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-        wrong: list[Any] = [0, 3, True, "1"]
+        wrong: list[Any] = [0, 3, True, "1", 1.0, 2.0, [1], None]
         for level in wrong:
             with pytest.raises(InvalidParameterError, match="no level of sleep"):
                 llm.sleep(level)
-        for tags in (["weight"], []):
+        odd: list[Any] = [5, None, ["a"], b"a"]
+        for tags in (["weight"], [], odd[0]):
             with pytest.raises(InvalidParameterError, match="must be of weights, kv_cache"):
                 llm.wake_up(tags)
+        for source in odd:
+            with pytest.raises(InvalidParameterError, match="give a folder with a checkpoint"):
+                llm.update_weights(source)
 
 
 def test_nothing_can_be_asked_of_an_engine_that_was_closed(make_engine: MakeEngine) -> None:

@@ -21,6 +21,7 @@ from quire.common.residence import (
     check_parts,
     check_requests,
     check_rpc,
+    check_source,
     check_version,
 )
 from quire.config.engine import EngineConfig
@@ -317,9 +318,7 @@ class AsyncLLM(BoundToProcess):
         "finish", requests that come meanwhile wait for the new ones."""
         waits = check_requests(requests)
         name = check_version(version, self._num_updates + 1)
-        if not isinstance(source, Mapping):
-            source = str(Path(source).expanduser())
-        loaded = await asyncio.to_thread(self._engine.load_weights, source)
+        loaded = await asyncio.to_thread(self._engine.load_weights, check_source(source))
         if waits:
             await self._do(lambda engine: self._link.hold_arrivals())
         try:
