@@ -204,7 +204,7 @@ MAX_LINES = {
     "quire/router": 2_230,
     "quire/routing": 700,
     "quire/sampling": 1_300,
-    "quire/server": 15_650,
+    "quire/server": 15_710,
     "quire/sim": 1_800,
     "quire/spec": 900,
     "quire/text": 4_450,

@@ -114,6 +114,36 @@ def record_of(folder: Path, batch_id: str) -> bytes:
     return (folder / "a" / "batches" / f"{batch_id}.json").read_bytes()
 
 
+def test_lines_that_time_ran_out_for_are_named_among_the_errors(tmp_path: Path) -> None:
+    with (
+        serve(FakeClient(Script(begins=False)), config(tmp_path), KEYS) as server,
+        client_of(server) as client,
+    ):
+        batch, no_input = (begin(client, lines(600)) for _ in range(2))
+        for each in (batch, no_input):
+            wait(client, each.id, "in_progress")
+        client.files.delete(no_input.input_file_id)
+    for each in (batch, no_input):
+        path = tmp_path / "a" / "batches" / f"{each.id}.json"
+        record = json.loads(path.read_bytes())
+        path.write_text(json.dumps(record | {"expires_at": 5}))
+        for kind in ("output", "error"):
+            answered = {"custom_id": f"r{('output', 'error').index(kind)}", "response": {}}
+            data = tmp_path / "a" / "files" / f"{record[f'_{kind}_file_id']}.data"
+            data.write_text(json.dumps(answered) + "\n")
+    with serve(FakeClient(), config(tmp_path), KEYS) as server, client_of(server) as client:
+        ended = wait(client, batch.id, "expired")
+        counts = ended.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (600, 1, 599)
+        assert set(results(client, ended.output_file_id)) == {"r0"}
+        errors = results(client, ended.error_file_id)
+        assert set(errors) == {f"r{number}" for number in range(1, 600)}
+        assert errors["r599"]["error"]["code"] == "batch_expired"
+        assert errors["r599"]["response"] is None and errors["r1"]["response"] == {}
+        kept = wait(client, no_input.id, "expired")
+        assert set(results(client, kept.error_file_id)) == {"r1"}
+
+
 def test_a_batch_that_is_deleted_while_a_server_starts_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -470,6 +470,7 @@ def test_batches_expire_whether_they_run_or_wait(
         running, waiting = begin(client, lines(5)), begin(client, lines(5))
         for batch in (waiting, running):
             assert wait(client, batch.id, "expired").request_counts.completed == 0
+        assert counts_of(client, running.id).failed == 5
         assert fake.streams == []
 
 

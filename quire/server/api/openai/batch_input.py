@@ -82,6 +82,14 @@ class BatchInput:
                     return PlacedLine(line.custom_id, bytes(line.body), begin, source.tell())
         return None
 
+    def unanswered(self, done: Set[bytes]) -> Iterator[str]:
+        """Yield each `custom_id` that has no digest in `done`. Raises ApiError."""
+        with self._open_content() as source:
+            for number, _, raw in self._lines(source):
+                custom_id = self._read(raw, number).custom_id
+                if digest_of(custom_id) not in done:
+                    yield custom_id
+
     def _lines(self, source: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         """(number, offset, bytes) of each line that is not blank, from where the source is."""
         number = num_blank = 0

@@ -165,11 +165,7 @@ class BatchJob:
         if self._record["status"] == "cancelling":  # when an earlier server ended
             await self._end("cancelled")
             return
-        source = BatchInput(
-            partial(self._store.open_file, self.tenant.name, self._record["input_file_id"]),
-            self._record["endpoint"],
-            self._shared.max_line_len,
-        )
+        source = self._source()
         async with self._shared.judging:
             total = await self._on_disk(lambda: source.check(self._is_wanted))
         self._results = BatchResults(self._store, self.tenant.name, self._record)
@@ -179,6 +175,13 @@ class BatchJob:
             "in_progress", in_progress_at=self._record.get("in_progress_at") or int(time.time())
         )
         await self._end("completed" if await self._send_lines(source) else "expired")
+
+    def _source(self) -> BatchInput:
+        return BatchInput(
+            partial(self._store.open_file, self.tenant.name, self._record["input_file_id"]),
+            self._record["endpoint"],
+            self._shared.max_line_len,
+        )
 
     async def _give_up(self, error: ApiError) -> None:
         """Say why the batch cannot go on, if the disk takes that."""
@@ -210,8 +213,19 @@ class BatchJob:
         if self._results is None:
             self._results = BatchResults(self._store, self.tenant.name, self._record)
             await self._on_disk(self._results.recount)
+        if status == "expired" and self._record.get("in_progress_at"):
+            await self._on_disk(partial(self._name_unanswered, self._results))
         files = await self._on_disk(self._results.register)
         await self._update(status, **files, **fields, **{f"{status}_at": int(time.time())})
+
+    def _name_unanswered(self, results: BatchResults) -> None:
+        """Have every line that time ran out for stand among the errors, if that can be."""
+        try:
+            results.expire(self._source().unanswered(results.recount()))
+        except ApiError as error:
+            if error.code == STORAGE_FAILED:
+                raise
+            logger.warning("batch %s: not all of its lines are named: %s", self.batch_id, error)
 
     # -- lines
     # ----------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from quire.common.failures import log_failure
+from quire.server.api.openai.batch_results import new_request_id
 from quire.server.http.call import Call
 from quire.server.http.errors import ApiError, from_exception
 from quire.server.quota.tenants import Tenant
@@ -77,7 +77,7 @@ class BatchLines:
         back."""
         config, now_s = self._api.config, time.monotonic()
         call = Call(
-            f"batch_req_{secrets.token_hex(12)}",
+            new_request_id(),
             turn.tenant,
             deadline_s=now_s + config.request_timeout_s,
             queue_deadline_s=now_s + config.queue_timeout_s,

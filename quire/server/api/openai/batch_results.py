@@ -6,6 +6,9 @@ Blocking.
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -13,11 +16,30 @@ import msgspec
 from quire.server.api.openai.batch_input import digest_of
 from quire.server.api.openai.file_store import RESULTS, FileStore
 
+_NAMED_TOGETHER = 512
+"""Entries of one write."""
+
+
+def new_request_id() -> str:
+    """Return what a request of a batch is called."""
+    return f"batch_req_{secrets.token_hex(12)}"
+
 
 class _Answered(msgspec.Struct):
     """Of a result's line, what tells which request has been answered."""
 
     custom_id: str
+
+
+def _expired(custom_id: str) -> dict[str, Any]:
+    """Return the entry of a request that was not answered in time, as OpenAI has it."""
+    message = "This request could not be executed before the completion window expired."
+    return {
+        "id": new_request_id(),
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": "batch_expired", "message": message},
+    }
 
 
 class BatchResults:
@@ -44,10 +66,17 @@ class BatchResults:
 
     def append(self, entry: dict[str, Any], *, is_good: bool) -> None:
         """Keep an answer. Raises ApiError, and then nothing of it is kept."""
-        kind = "output" if is_good else "error"
-        self._store.append(self._tenant, self._file_ids[kind], msgspec.json.encode(entry) + b"\n")
+        self._append("output" if is_good else "error", [entry])
         self.num_good += is_good
         self.num_bad += not is_good
+
+    def expire(self, custom_ids: Iterable[str]) -> None:
+        """Name requests that time ran out for among the errors. Raises ApiError, and then some of
+        them are named."""
+        left = iter(custom_ids)
+        while some := list(islice(left, _NAMED_TOGETHER)):
+            self._append("error", list(map(_expired, some)))
+            self.num_bad += len(some)
 
     def register(self) -> dict[str, str]:
         """Make files of what there is; the record's fields that name them."""
@@ -56,6 +85,10 @@ class BatchResults:
             for kind, file_id in self._file_ids.items()
             if self._store.register_results(self._tenant, file_id, f"{self._batch_id}_{kind}.jsonl")
         }
+
+    def _append(self, kind: str, entries: list[dict[str, Any]]) -> None:
+        data = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+        self._store.append(self._tenant, self._file_ids[kind], data)
 
     def _read(self, file_id: str, done: set[bytes]) -> int:
         """Enter what a file has answered; how many of its bytes are whole lines."""
