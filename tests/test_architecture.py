@@ -188,7 +188,7 @@ MAX_LINES = {
     "quire/common": 1_860,
     "quire/config": 2_310,
     "quire/core": 10_690,
-    "quire/engine": 15_790,
+    "quire/engine": 15_795,
     "quire/executor": 1_200,
     "quire/grammar": 2_000,
     "quire/kernels": 10_350,
@@ -212,7 +212,7 @@ MAX_LINES = {
     "quire/transfer": 1_400,
     "quire/utils": 100,
     "quire/weights": 3_000,
-    "quire/worker": 2_500,
+    "quire/worker": 2_525,
 }
 
 

@@ -123,6 +123,16 @@ class ModelDrafts:
         self.num_drafted = 0
         """Tokens, since the start."""
 
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """All weights of what drafts, those that it shares with the target among them."""
+        return self._draft.weights
+
+    @property
+    def caches(self) -> Sequence[Tensor]:
+        """Memory whose content is computed anew where it is lost with the target's blocks."""
+        return self._draft.memory
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Draft once, before there are rows: what is slow the first time is not a request's."""

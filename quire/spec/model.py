@@ -58,6 +58,18 @@ class DraftModel:
         """Positions that a sequence has fewer than tokens: a head needs the token behind each."""
         return 0 if self.head is None else 1
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """All weights, those that are shared with the target among them."""
+        fuse = [] if self.head is None else self.head.kept.weights
+        return [*self.model.weights.tensors, *self.model.derived, *fuse]
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What holds keys and values, and states of the target."""
+        states = [] if self.head is None else [self.head.kept.states]
+        return [*(tensor for pair in self.caches for tensor in pair), *states]
+
     def kept(self, blocks: NDArray[np.int32], first: int, end: int) -> Tensor:
         """Return the target's states of positions of a row with these blocks, as a head reads
         them."""

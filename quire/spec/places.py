@@ -10,7 +10,7 @@ block is whole and all of it known; wrong drafts are never in a block of the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quire.common.numbers import ceil_div
 from quire.core.plan import BlockCopy, RowSampling, StepPlan
 from quire.core.tiers import TIERS, TierOrder
+from quire.core.transfers import TRANSFERS, TransferOrder
 
 Copy = Callable[[Sequence[BlockCopy]], None]
 """Copies blocks of the draft model's caches; all reads happen before any write."""
@@ -68,6 +69,16 @@ class Span(NamedTuple):
     """Of these, the pool's."""
 
 
+def _placings(plan: StepPlan) -> Iterator[TierOrder | TransferOrder]:
+    """What is written into blocks that was computed by another step, or another engine."""
+    for order in map(TierOrder._make, plan.orders.get(TIERS, ())):
+        if order.verb == "place":
+            yield order
+    for moved in map(TransferOrder._make, plan.orders.get(TRANSFERS, ())):
+        if moved.verb == "place":
+            yield moved
+
+
 class DraftPlaces:
     """Follows which positions of which rows and blocks are computed. The pool's first group of
     layers keeps everything; its blocks are those whose numbers count."""
@@ -95,10 +106,9 @@ class DraftPlaces:
             self._empty(blocks)
         for copy in plan.copies:
             self._is_filled[copy.destination] = False
-        for order in map(TierOrder._make, plan.orders.get(TIERS, ())):
-            if order.verb == "place":  # what was stored is the target's alone
-                for blocks in order.blocks:
-                    self._empty(blocks)
+        for order in _placings(plan):  # what comes from elsewhere is the target's alone
+            for blocks in order.blocks:
+                self._empty(blocks)
 
     def span(self, row: int) -> Span:
         """What lacks of a row whose known tokens but the last one are computed by the target; moves

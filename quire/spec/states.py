@@ -27,38 +27,41 @@ class KeptStates:
     def __init__(self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> None:
         """`width` is that of a target's hidden state."""
         self._width, self._block_size = width, block_size
-        self._states = torch.zeros((num_blocks * block_size, width), dtype=dtype)
+        self.states = torch.zeros((num_blocks * block_size, width), dtype=dtype)
+        """[slots of the pool, width of what is kept]."""
+        self.weights: Sequence[Tensor] = ()
+        """Of the projection that makes it, if one does."""
         self._fuse: Callable[[Tensor], Tensor] | None = None
 
     def fuse_with(self, kernels: Kernels, weight: PackedLinear) -> None:
         """Keep what a projection makes of the columns behind the hidden states."""
-        self._states = self._states.new_zeros((len(self._states), weight.num_outputs))
-        self._fuse = lambda columns: kernels.linear(columns, weight)
+        self.states = self.states.new_zeros((len(self.states), weight.num_outputs))
+        self.weights, self._fuse = weight.tensors, lambda columns: kernels.linear(columns, weight)
 
     @property
     def num_bytes(self) -> int:
         """Memory, resident or not."""
-        return self._states.nbytes
+        return self.states.nbytes
 
     def keep(self, states: Tensor, slots: Tensor) -> Tensor:
         """See `StateKeeper.keep`."""
         if self._fuse is None:
-            self._states.index_copy_(0, slots, states)
+            self.states.index_copy_(0, slots, states)
             return states
-        self._states.index_copy_(0, slots, self._fuse(states[:, self._width :].contiguous()))
+        self.states.index_copy_(0, slots, self._fuse(states[:, self._width :].contiguous()))
         return states[:, : self._width].contiguous()
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Take along what a plan copies; all reads happen before any write."""
         if copies:
-            blocks = self._states.view(-1, self._block_size, self._states.shape[1])
+            blocks = self.states.view(-1, self._block_size, self.states.shape[1])
             sources, destinations = (torch.tensor(ids) for ids in zip(*copies, strict=True))
             blocks[destinations] = blocks[sources]
 
     def at(self, blocks: NDArray[np.int32], positions: NDArray[np.int64]) -> Tensor:
         """Return the states of some positions, [T, H], of a row with these blocks."""
         slots = blocks[positions // self._block_size].astype(np.int64) * self._block_size
-        return self._states.index_select(0, torch.from_numpy(slots + positions % self._block_size))
+        return self.states.index_select(0, torch.from_numpy(slots + positions % self._block_size))
 
 
 class ShiftedRows:

@@ -33,8 +33,8 @@ from quire.worker.memory import KVMemory
 logger = logging.getLogger(__name__)
 
 _ONLY_DECODERS = (
-    "those beside the decoder (of images, vectors) could not be loaded again; take level 1, or "
-    "build another engine"
+    "update_weights: those beside the decoder (of images, vectors) could not be loaded; build "
+    "another engine"
 )
 _CHUNK_BYTES = 32 << 20
 """Of a transfer between file and memory: some milliseconds each, so that threads share the work."""
@@ -57,11 +57,20 @@ class Loaded(NamedTuple):
     states: States = MappingProxyType({})
 
 
+class Beside(NamedTuple):
+    """Tensors that are not the decoder's: what reads images, what drafts."""
+
+    weights: Sequence[Tensor] = ()
+    """That are never loaded again, but read back from a file."""
+    caches: Sequence[Tensor] = ()
+    """Whose content counts no more after a sleep."""
+
+
 class Residence(Protocol):
     """Memory that may go and return. No step is in flight when it does."""
 
     def sleep(self, level: int) -> None:
-        """Give everything back, the weights kept in a file (1) or discarded (2). Raises
+        """Give everything back, the decoder's weights kept in a file (1) or discarded (2). Raises
         NotAvailableError where that cannot be, EngineError where a file cannot be written; then
         everything is as it was."""
         ...
@@ -111,6 +120,11 @@ class _Extent(NamedTuple):
     num_bytes: int
 
 
+def _extents(tensors: Iterable[Tensor]) -> list[_Extent]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return list({_Extent(each.data_ptr(), each.nbytes()): None for each in storages})
+
+
 class Returnable:
     """Host memory of weights and of a KV cache. Implements `Residence`."""
 
@@ -121,6 +135,7 @@ class Returnable:
         folder: Path | None,
         num_threads: int,
         *,
+        beside: Beside,
         load: Callable[[Source], Loaded] | None = None,
         is_populated: bool = False,
     ) -> None:
@@ -130,22 +145,23 @@ class Returnable:
         self._weights, self._form, self._reload = loaded[:3]
         self._memory, self._load_from = memory, load
         self._folder, self._num_threads, self._is_populated = folder, num_threads, is_populated
+        self._caches = beside.caches
+        shared = set(_extents(self._weights))
+        self._beside = [each for each in _extents(beside.weights) if each not in shared]
         self._file: int | None = None
-        """Descriptor of a file without a name that has the weights as they are."""
+        """Descriptor of a file without a name that has weights as they are: those beside the
+        decoder, and behind them, where `_is_whole`, the decoder's."""
+        self._is_whole = False
         self._gone: set[str] = set()
 
     def sleep(self, level: int) -> None:
         """See `Residence.sleep`."""
         assert not self._gone, "it sleeps already"
-        if level == 2 and self._load_from is None:
-            raise NotAvailableError(f"sleep: level 2 discards weights, and {_ONLY_DECODERS}")
-        if level == 1:
-            self._write()
+        self._write(is_whole=level == 1)
         self._gone = set(PARTS)  # before it is: what is interrupted then returns as a whole
-        num_bytes = sum(discard(*each) for each in self._extents(self._weights))
-        num_bytes += sum(discard(*each) for each in self._extents(self._memory.tensors))
-        if level == 2:
-            self.close()
+        caches = _extents((*self._memory.tensors, *self._caches))
+        gone = (*_extents(self._weights), *self._beside, *caches)
+        num_bytes = sum(discard(*each) for each in gone)
         logger.info("asleep: %s went back to the system", format_bytes(num_bytes))
 
     def wake(self, parts: Iterable[str]) -> None:
@@ -160,7 +176,7 @@ class Returnable:
     def load(self, source: Source) -> Loaded:
         """See `Residence.load`."""
         if self._load_from is None:
-            raise NotAvailableError(f"update_weights: {_ONLY_DECODERS}")
+            raise NotAvailableError(_ONLY_DECODERS)
         return self._load_from(source)
 
     def replace(self, loaded: Loaded) -> None:
@@ -168,6 +184,8 @@ class Returnable:
         was_gone = WEIGHTS in self._gone
         self._gone.add(WEIGHTS)  # until all of them are there; else `wake` brings the former back
         try:
+            if was_gone:
+                self._read_file(self._beside)
             copy_over(self._weights, loaded.weights, (self._form, loaded.form))
         except CheckpointError:
             if not was_gone:
@@ -179,21 +197,21 @@ class Returnable:
 
     def close(self) -> None:
         """Forget the file. Idempotent."""
-        descriptor, self._file = self._file, None
+        descriptor, self._file, self._is_whole = self._file, None, False
         if descriptor is not None:
             os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
 
-    @staticmethod
-    def _extents(tensors: Iterable[Tensor]) -> list[_Extent]:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return list({_Extent(each.data_ptr(), each.nbytes()): None for each in storages})
-
-    def _write(self) -> None:
-        """Keep the weights in a file, unless an earlier sleep has."""
-        if self._file is not None:
+    def _write(self, *, is_whole: bool) -> None:
+        """Keep weights in a file, unless an earlier sleep has: the decoder's where it `is_whole`,
+        and those beside it in any case."""
+        if self._file is not None and self._is_whole == is_whole:
+            return
+        self.close()
+        kept = [*self._beside, *(_extents(self._weights) if is_whole else ())]
+        if not kept:
             return
         folder = self._folder if self._folder is not None else Path(tempfile.gettempdir())
         try:
@@ -203,13 +221,13 @@ class Returnable:
         except OSError as error:
             raise self._unwritten(folder, error) from error
         try:
-            self._transfer(descriptor, os.pwritev)
+            self._transfer(descriptor, os.pwritev, kept)
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, OSError):
                 raise self._unwritten(folder, error) from error
             raise
-        self._file = descriptor
+        self._file, self._is_whole = descriptor, is_whole
 
     @staticmethod
     def _unwritten(folder: Path, error: OSError) -> EngineError:
@@ -219,11 +237,19 @@ class Returnable:
         )
 
     def _restore(self) -> None:
-        if self._file is None:
+        if self._is_whole:
+            self._read_file([*self._beside, *_extents(self._weights)])
+        else:
+            self._read_file(self._beside)
             self._load()
+
+    def _read_file(self, extents: Sequence[_Extent]) -> None:
+        """Read back what a file begins with."""
+        if not extents:
             return
+        assert self._file is not None
         try:
-            self._transfer(self._file, os.preadv)
+            self._transfer(self._file, os.preadv, extents)
         except OSError as error:
             raise EngineError(f"the weights cannot be read back: {error.strerror}") from error
 
@@ -237,10 +263,15 @@ class Returnable:
         again = self._reload()
         copy_over(self._weights, again.weights, (self._form, again.form))
 
-    def _transfer(self, descriptor: int, move: Callable[[int, list[memoryview], int], int]) -> None:
-        """Move all weights from or to a file, in several threads. Raises OSError."""
+    def _transfer(
+        self,
+        descriptor: int,
+        move: Callable[[int, list[memoryview], int], int],
+        extents: Sequence[_Extent],
+    ) -> None:
+        """Move memory from or to a file, in several threads. Raises OSError."""
         pieces, offset = list[tuple[memoryview, int]](), 0
-        for address, num_bytes in self._extents(self._weights):
+        for address, num_bytes in extents:
             memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
             for start in range(0, num_bytes, _CHUNK_BYTES):
                 pieces.append((memory[start : start + _CHUNK_BYTES], offset + start))

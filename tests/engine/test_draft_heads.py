@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from engines import run_all
 from guesses import draft_all, model_drafts
+from safetensors.torch import load_file, save_file
 
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
@@ -150,6 +152,22 @@ def test_answers_are_the_same_with_a_head(method: str, tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow_except("eagle3")
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_the_targets_weights_are_replaced_and_the_heads_are_not(
+    method: str, tmp_path: Path
+) -> None:
+    _HEADS[method][1](tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "target", other / "target")
+    path = other / "target" / "model.safetensors"
+    save_file({name: 1.25 * tensor for name, tensor in load_file(path).items()}, path)
+    engine = draft_all(_engine(tmp_path, **_options(method, tmp_path)))
+    before, expected = _run(engine, 0.7), _run(_engine(other), 0.7)
+    engine.replace_weights(engine.executor.load_weights(str(other / "target")), "next")
+    assert _run(engine, 0.7) == expected != before
+
+
 def _edited(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -182,7 +200,6 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
 
 def test_a_head_whose_projection_of_states_does_not_fit_is_refused(tmp_path: Path) -> None:
     """It is no part of the declaration that all other tensors are checked against."""
-    from safetensors.torch import load_file, save_file
 
     _heads().write_eagle3(tmp_path / "target", tmp_path / "head")
     path = tmp_path / "head" / "model.safetensors"
@@ -200,7 +217,6 @@ def test_a_head_whose_projection_of_states_does_not_fit_is_refused(tmp_path: Pat
 
 
 def test_a_head_without_its_tokens_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
 
     _heads().write_eagle3(tmp_path / "target", tmp_path / "head")
     path = tmp_path / "head" / "model.safetensors"

@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 from engines import run_all
 from guesses import by_model, draft_all, model_drafts
+from ports import reserved_port
 
+from quire.common.pages import CAN_DISCARD
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
+from quire.core.scheduler.tiers import RestoreCosts
 from quire.engine.assembly.preparation import plan_engine
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError, ModelNotFoundError, NotAvailableError
+from tests.engine.conftest import DEVICE
+from tests.engine.test_tiers import stats_of
+from tests.engine.test_transfers import ASKED, answer
 
 MakeEngine = Callable[..., Engine]
 _RNG = random.Random(5)
@@ -75,6 +81,60 @@ def test_the_targets_own_weights_draft_what_it_says(
     stats = engine.scheduler.stats
     assert stats.num_run_tokens > 400
     assert _num_wrong(engine) <= 2, stats.num_right_by_place
+
+
+@pytest.mark.skipif(not CAN_DISCARD or DEVICE != "cpu", reason="this system takes no pages back")
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_with_its_target_and_drafts_as_well_after(
+    make_engine: MakeEngine, tiny_config: Path, level: int
+) -> None:
+    engine, expected = draft_all(make_engine(**by_model(tiny_config))), _run(make_engine())
+    assert _run(engine) == expected
+    for _ in range(2):
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        engine.add_request("late", {"prompt_token_ids": _PROMPTS[6]}, params)
+        for _ in range(4):
+            engine.step()
+        engine.sleep(level)
+        engine.wake_up()
+        run_all(engine)
+        assert _run(engine) == expected
+    assert _num_wrong(engine) <= 2, engine.scheduler.stats.num_right_by_place
+
+
+def test_what_is_restored_of_its_target_it_computes_itself(
+    make_engine: MakeEngine, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RestoreCosts, "restore_s", lambda self, count: 0.0)
+    options = {"block_size": 4, "kv_cache_dir": str(tmp_path), **by_model(tiny_config)}
+    for is_second in (False, True):
+        engine = draft_all(make_engine(**options))
+        assert _run(engine) == _run(make_engine(block_size=4))
+        assert (stats_of(engine).num_restored_blocks > 5) == is_second
+        assert engine.scheduler.stats.num_run_tokens > 100
+        assert _num_wrong(engine) <= 1, engine.scheduler.stats.num_right_by_place
+        while engine.idle():
+            pass
+        engine.close()
+
+
+def test_what_another_engine_has_computed_of_its_target_it_computes_itself(
+    make_engine: MakeEngine, tiny_config: Path, tmp_path: Path
+) -> None:
+    place = {"kv_port": reserved_port(), "kv_connector_extra_config": {"folder": str(tmp_path)}}
+    engines = []
+    for role in ("producer", "consumer"):
+        transfer = {"kv_connector": "TcpConnector", "kv_role": f"kv_{role}", **place}
+        made = make_engine(block_size=4, kv_transfer_config=transfer, **by_model(tiny_config))
+        engines.append(draft_all(made))
+    producer, consumer = engines
+    found = answer(producer, ASKED, _COMMON, max_tokens=1).kv_transfer_params
+    drafted = answer(consumer, found, _COMMON, max_tokens=40, logprobs=None)
+    plain = answer(make_engine(), None, _COMMON, max_tokens=40, logprobs=None)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    stats = consumer.scheduler.stats
+    assert stats.num_prefix_hit_tokens == 36 and stats.num_run_tokens > 20
+    assert _num_wrong(consumer) == 0
 
 
 def test_prompts_are_caught_up_with_little_by_little(

@@ -424,7 +424,7 @@ def _asleep(make: MakeEngine) -> Answers:
         nonlocal num_steps
         num_steps += 1
         if num_steps % every == 0:
-            engine.sleep(1 if num_steps % 2 or engine.images is not None else 2)
+            engine.sleep(1 + num_steps // every % 2)
             engine.wake_up()
 
     return {name: _answer(output) for name, output in run_all(engine, after_step=sleep).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import shutil
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import run_all
+from guesses import model_drafts
 
 from quire import LLM
 from quire.common.pages import CAN_DISCARD, discard
@@ -24,7 +27,6 @@ from quire.errors import (
     CheckpointError,
     EngineError,
     InvalidParameterError,
-    NotAvailableError,
     UnavailableError,
 )
 from quire.tiers import companion
@@ -225,12 +227,36 @@ def test_files_that_were_replaced_are_not_loaded_again(
     assert answers(engine) == expected
 
 
-def test_what_cannot_return_says_so_and_stays(make_engine: MakeEngine, draft_config: Path) -> None:
-    drafting = {"method": "draft_model", "model": str(draft_config), "num_speculative_tokens": 2}
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_what_drafts_goes_and_returns_with_its_target(
+    make_engine: MakeEngine,
+    method: str,
+    level: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residence, "discard", _spoil)
+    name = "draft_config" if method == "draft_model" else f"{method}_config"
+    config: Path = request.getfixturevalue(name)
+    drafting = {"method": method, "model": str(config), "num_speculative_tokens": 2}
+    expected = answers(make_engine())
     engine = make_engine(speculative_config=drafting)
-    with pytest.raises(NotAvailableError, match="draft model"):
-        engine.sleep(1)
-    assert not engine.asleep and answers(engine)
+    drafts = model_drafts(engine)
+    before = [tensor.clone() for tensor in drafts.weights]
+    for given in (level, 3 - level):
+        assert answers(engine) == expected
+        engine.sleep(given)
+        assert not any(map(torch.equal, drafts.weights, before))
+        engine.wake_up()
+        assert all(map(torch.equal, drafts.weights, before))
+    assert answers(engine) == expected
+
+
+def _spoil(address: int, num_bytes: int) -> int:
+    """Discard to the last byte, not whole pages alone."""
+    ctypes.memset(address, 165, num_bytes)
+    return num_bytes
 
 
 def test_llm_sleeps_and_says_so() -> None:

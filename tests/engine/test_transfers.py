@@ -17,6 +17,7 @@ import pytest
 from engines import run_all
 from ports import reserved_port
 
+from quire.common.pages import CAN_DISCARD
 from quire.config.engine import EngineConfig
 from quire.core.kvcache.audit import audit_manager
 from quire.core.params import SamplingParams
@@ -573,3 +574,34 @@ def test_an_engine_without_a_role_says_so(make: Make) -> None:
     with pytest.raises(InvalidParameterError, match="kv_transfer_config"):
         answer(make(), ASKED)
     assert answer(make(), {}).kv_transfer_params is None
+
+
+@pytest.mark.skipif(not CAN_DISCARD, reason="this system takes no pages back")
+def test_engines_sleep_and_pull_what_was_computed_before_and_after(make: Make) -> None:
+    producer, consumer, expected = make("producer"), make("consumer"), bits(answer(make()))
+    for _ in range(2):
+        found = computed(producer)
+        consumer.sleep(1)
+        producer.sleep(2)  # what is kept for others is not the pool's
+        consumer.wake_up()
+        assert bits(answer(consumer, found)) == expected
+        producer.wake_up()
+        consumer.reset_prefix_cache()
+    assert stats_of(consumer).num_pulled == 2
+
+
+@pytest.mark.skipif(not CAN_DISCARD, reason="this system takes no pages back")
+def test_an_engine_that_sleeps_while_it_pulls_answers_with_the_same_bits(make: Make) -> None:
+    producer, consumer, expected = make("producer"), make("consumer"), bits(answer(make()))
+    for num_steps in range(4):
+        params = SamplingParams(
+            temperature=0.8, seed=3, max_tokens=12, logprobs=1, ignore_eos=True,
+            extra_args={"kv_transfer_params": computed(producer)},
+        )  # fmt: skip
+        consumer.add_request("one", {"prompt_token_ids": PROMPT}, params)
+        for _ in range(num_steps):
+            consumer.step()
+        consumer.sleep(1)
+        consumer.wake_up()
+        assert bits(run_all(consumer)["one"]) == expected
+        consumer.reset_prefix_cache()

@@ -12,6 +12,7 @@ from quire.core.plan import (
     StepPlan,
 )
 from quire.core.tiers import TIERS, TierOrder
+from quire.core.transfers import TRANSFERS, TransferOrder
 from quire.spec.places import DraftPlaces
 from quire.worker.rows import RowTable
 
@@ -58,6 +59,10 @@ def test_what_is_computed_is_shared_and_what_is_given_out_again_is_not() -> None
     restored = TierOrder("place", 1, blocks=((3,),))
     both.apply(StepPlan(3, orders={TIERS: (restored,)}))
     assert both.first(1) == 0
+    both.compute(1)
+    pulled = TransferOrder("place", 1, blocks=((5,),))
+    both.apply(StepPlan(4, orders={TRANSFERS: (pulled,)}))
+    assert both.first(1) == 4
 
 
 def test_drafts_that_were_right_are_kept_and_move_to_the_pool() -> None:

@@ -65,12 +65,11 @@ if TYPE_CHECKING:
     from quire.parallel.adapters import LedAdapters
     from quire.parallel.group import RankGroup
     from quire.parallel.processes import RankPlaces
-    from quire.sampling import Sampler
     from quire.sampling.processors import ProcessorTable
+    from quire.spec.companion import ModelDrafts
     from quire.worker.companions import Companion
     from quire.worker.memory import KVMemory
     from quire.worker.outlets.interface import Outlet
-    from quire.worker.residence import Residence
     from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
 
@@ -254,7 +253,6 @@ class _Built(NamedTuple):
 
     model: DecoderModel
     memory: KVMemory
-    residence: Residence
     held: Held
 
 
@@ -274,10 +272,10 @@ def _build_worker(
 
     plan = planned.plan
     limits = plan.limits
-    built = _load(planned, group)
-    model, memory, pooler = built.model, built.memory, built.held.model.pooler
+    model, memory, held = built = _load(planned, group)
+    pooler = held.model.pooler
     rows = RowTable(limits.max_num_seqs, limits.block_size, len(limits.windows))
-    states = {name: each for name, each in built.held.states.items() if name.endswith(".json")}
+    states = {name: each for name, each in held.states.items() if name.endswith(".json")}
     matchers = RowMatchers(
         GrammarTable(partial(read_vocabulary, planned._replace(head_start=None), states))
     )
@@ -285,8 +283,14 @@ def _build_worker(
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
         outlets.append(PoolOutlet(pooler, rows, Staging(model.kernels.device)))
-    companions = _companions(planned, built, sampler, matchers, rows, group)
-    worker = Worker(model, memory, rows, outlets, companions=companions, residence=built.residence)
+    drafts = load_drafts(planned, model, sampler, rows)
+    companions = _companions(planned, built, drafts, matchers, rows, group)
+    residence = residence_of(planned, held, drafts)
+    if group is not None:
+        from quire.executor.led_residence import LedResidence
+
+        residence = LedResidence(residence, group)
+    worker = Worker(model, memory, rows, outlets, companions=companions, residence=residence)
     if model.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:
@@ -317,20 +321,17 @@ def _load(planned: PlannedModel, group: RankGroup | None) -> _Built:
     model = keep_states(plan, loaded.decoder)
     memory = kv_memory(plan, model)
     held = Held(loaded, memory, adapters, states, part)
-    residence = residence_of(planned, held)
     if group is not None:
-        from quire.executor.led_residence import LedResidence
         from quire.executor.ranks import lead
 
         model, memory = lead(model, memory, group, plan.kv_layout, led)
-        residence = LedResidence(residence, group)
-    return _Built(model, memory, residence, held)
+    return _Built(model, memory, held)
 
 
 def _companions(
     planned: PlannedModel,
     built: _Built,
-    sampler: Sampler,
+    drafts: ModelDrafts | None,
     matchers: RowMatchers,
     rows: RowTable,
     group: RankGroup | None,
@@ -340,7 +341,6 @@ def _companions(
     from quire.grammar.forced import ForcedTokens
 
     loaded, states = built.held.model, built.held.states
-    drafts = load_drafts(planned, built.model, sampler, rows)
     blocks = blocks_of_all(planned.plan, built.memory, group)
     stored = stored_blocks(planned, blocks, states)
     transferred = transferred_blocks(planned, blocks, states)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.kernels.interface import Weights
     from quire.lora.table import AdapterTable
     from quire.nn.parts import ModelPart
+    from quire.spec.companion import ModelDrafts
     from quire.worker.memory import KVMemory
     from quire.worker.residence import Loaded, Residence, Source
 
@@ -37,25 +38,34 @@ class Held(NamedTuple):
     """Which part of the model it is; None: all."""
 
 
-def residence_of(planned: PlannedModel, held: Held) -> Residence:
+def residence_of(planned: PlannedModel, held: Held, drafts: ModelDrafts | None) -> Residence:
     """Return what gives an engine's memory back, brings it back, and loads other weights."""
-    from quire.worker.residence import Fixed, Loaded, Returnable
+    from quire.worker.residence import Beside, Fixed, Loaded, Returnable
 
     plan = planned.plan
     reason = _refusal(planned)
     if reason is not None:
         return Fixed(reason)
     decoder, images = held.model.decoder, held.model.images
-    tensors = [*decoder.weights.tensors, *decoder.derived]
-    if images is not None:
-        tensors = [*tensors, *images.tensors]
+    beside = Beside(
+        [
+            *([] if images is None else images.tensors),
+            *([] if drafts is None else drafts.weights),
+        ],
+        [] if drafts is None else drafts.caches,
+    )
     is_decoder_alone = images is None and held.model.pooler is None
     cache = plan.config.weights_cache
     return Returnable(
-        Loaded(tensors, _form(decoder.weights), lambda: _load(planned, held, held.states)),
+        Loaded(
+            [*decoder.weights.tensors, *decoder.derived],
+            _form(decoder.weights),
+            lambda: _load(planned, held, held.states),
+        ),
         held.memory,
         None if cache is None else Path(cache).expanduser(),
         plan.num_threads,
+        beside=beside,
         load=partial(_load_from, planned=planned, held=held) if is_decoder_alone else None,
         is_populated=plan.is_kv_populated,
     )
@@ -67,8 +77,6 @@ def _refusal(planned: PlannedModel) -> str | None:
         return "on a GPU it is not available yet; end the engine, and build another one"
     if plan.experts is not None:
         return "with expert_memory it is not available yet: experts leave memory by themselves"
-    if planned.draft is not None:
-        return "beside a draft model it is not available yet; take the method 'suffix' or 'ngram'"
     if not CAN_DISCARD:
         return "it needs Linux: this system does not take pages back"
     return None
@@ -101,7 +109,8 @@ def _load_from(source: Source, planned: PlannedModel, held: Held) -> Loaded:
         kv_cache_memory=planned.plan.kv_bytes, memory_utilization=1.0,
     )  # fmt: skip
     found = plan_engine(own)
-    if found.plan.spec != planned.plan.spec or found.plan.formats != planned.plan.formats:
+    spec = replace(found.plan.spec, kept=planned.plan.spec.kept)  # what a draft head reads
+    if spec != planned.plan.spec or found.plan.formats != planned.plan.formats:
         raise ConfigError(
             f"update_weights: {source!r} is a {found.plan.spec.architecture} of another form than "
             "the model that runs (its config.json, or how it is quantized); build another engine"

@@ -57,10 +57,11 @@ def plan_tiers(
     if not config.enable_prefix_caching or spec.is_encoder:
         why = "the model keeps nothing of a text" if spec.is_encoder else "it is off"
         raise ConfigError(f"{given} extends the prefix cache, and {why}; leave it out")
-    if config.speculation is not None and config.speculation.is_modelled:
+    if config.speculation is not None and config.speculation.head is not None:
         raise NotAvailableError(
-            f"{given} is not available beside a draft model yet, whose own keys and values would "
-            "not be kept; take the method 'suffix' or 'ngram', or leave it out"
+            f"{given} is not available beside a draft head yet, which would lack the model's "
+            "states of what is restored; take a draft model, or the method 'suffix' or 'ngram', or "
+            "leave it out"
         )
     disk_bytes = 0
     if config.kv_cache_dir is not None:

@@ -34,10 +34,10 @@ def plan_transfers(config: EngineConfig, spec: DecoderSpec, is_host: bool) -> Tr
             f"{NAME} needs batch_invariant: without it, two engines compute other bits of the same "
             "prompt; leave one of them out"
         )
-    if config.speculation is not None and config.speculation.is_modelled:
+    if config.speculation is not None and config.speculation.head is not None:
         raise NotAvailableError(
-            f"{NAME} is not available beside a draft model yet, whose own keys and values would "
-            "not come; take the method 'suffix' or 'ngram', or leave it out"
+            f"{NAME} is not available beside a draft head yet, which would lack the model's states "
+            "of what comes; take a draft model, or the method 'suffix' or 'ngram', or leave it out"
         )
     buffer = int(found.kv_buffer_size) if found.gives else 0
     host, port = found.address
