@@ -29,12 +29,37 @@ MAX_EDGE = 32_768
 MAX_SCANS = 200
 """Of a JPEG file, previews included; cameras and encoders write about ten. Each costs a pass over
 all pixels, and takes fifty bytes of a file."""
+MAX_READS = 1 << 18
+"""Of a decoder from its file. Headers and pieces are read in Python, a microsecond or more each,
+and may be a few bytes; a PNG file of 32 MB in pieces of 1 KB takes two thirds of this."""
+MAX_RUN_LENGTH_PIXELS = 1 << 20
+"""Of a BMP file in run-length encoding, which is decoded in Python: 10 s for `MAX_PIXELS`."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _OF_CAMERAS = "MPO"
 """What Pillow calls a JPEG file that has previews as further frames."""
 _START_OF_SCAN = b"\xff\xda"
 _WIDE_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 """Grey levels of 16 bits, in which Pillow leaves what PNG has."""
+
+
+_RUN_LENGTH = (1, 2)
+"""What BMP calls its run-length encodings."""
+
+
+class _TooManyReads(Exception):
+    """A file of too many parts."""
+
+
+class _BoundedReads(io.BytesIO):
+    """A file that is read so often at most."""
+
+    num_left = MAX_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise _TooManyReads
+        return super().read(size)
 
 
 def pillow() -> ModuleType:
@@ -55,13 +80,15 @@ def decode(data: bytes, param: str = "image") -> Pixels:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with library.open(io.BytesIO(data), formats=FORMATS) as image:
+            with library.open(_BoundedReads(data), formats=FORMATS) as image:
                 _check_header(image, param)
                 if image.format in ("JPEG", _OF_CAMERAS):
                     _check_scans(data, param)
                 return _rgb(image, param)
         except QuireError:
             raise
+        except _TooManyReads:
+            raise _refusal(param, "its header and pixels are in too many parts") from None
         except library.UnidentifiedImageError:
             raise _refusal(
                 param,
@@ -113,6 +140,14 @@ def _from_array(given: NDArray[Any], param: str) -> Pixels:
 
 def _check_header(image: PillowImage, param: str) -> None:
     _check_size(image.size, param)
+    if image.info.get("compression") in _RUN_LENGTH and image.format == "BMP":
+        num_pixels = image.width * image.height
+        if num_pixels > MAX_RUN_LENGTH_PIXELS:
+            raise _refusal(
+                param,
+                f"it is a BMP file of {num_pixels:,} pixels in run-length encoding; at most "
+                f"{MAX_RUN_LENGTH_PIXELS:,} are decoded; save it as PNG",
+            )
     num_frames = getattr(image, "n_frames", 1)
     if num_frames != 1 and image.format != _OF_CAMERAS:
         raise _refusal(param, f"it is animated ({num_frames} frames); give one of them")
