@@ -24,9 +24,10 @@ from quire.engine.loop.sharing import Output, Session, is_last
 from quire.engine.pooling.calls import PoolingCalls
 from quire.errors import ConfigError, InvalidParameterError, RequestError
 from quire.grammar.judge import judge
-from quire.media.parts import take_images, with_image_parts
+from quire.media.parts import take_images, with_parts
 from quire.media.sources import ImageSource
 from quire.text.chat import ChatTemplate, encode_chat
+from quire.text.chat_arguments import check_chat
 from quire.text.content_format import ContentFormat, as_content_format
 from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
@@ -112,14 +113,14 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's
-        chat template.
+        """Answer conversations, lists of `{"role": ..., "content": ...}`, by the chat template.
 
         Contents may have images: parts such as `{"type": "image_url", "image_url": {"url": ...}}`,
         or `{"type": "image_pil", "image_pil": ...}` with an image of PIL.
         `chat_template_content_format` says how contents reach the template: "string" as text,
         "openai" as lists of parts, "auto" as they are given.
         """
+        check_chat(messages, tools, chat_template, chat_template_kwargs)
         if self.engine.images is None:
             without.refuse_media(mm_processor_kwargs)
         template = self._template(chat_template)
@@ -134,7 +135,7 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         conversations: Sequence[Conversation] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
         prompts: list[Prompt] = []
         for conversation in conversations:
-            plain, sources = take_images(with_image_parts(conversation))
+            plain, sources = take_images(with_parts(conversation, template.source))
             shown = as_content_format(plain, chat_template_content_format)
             if self.engine.images is not None and chat_template_content_format == "auto":
                 shown = template.needs.fit_messages(shown)

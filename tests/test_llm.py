@@ -132,6 +132,25 @@ def test_text_matches_tokens_and_stop_strings_never_leak(storyteller: LLM) -> No
     assert output.outputs[0].text == whole[: whole.index(stop) + len(stop)]
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("messages", None),
+        ("messages", 5),
+        ("tools", 5),
+        ("tools", "f"),
+        ("chat_template", 5),
+        ("chat_template_kwargs", 5),
+    ],
+)
+def test_arguments_of_a_chat_of_wrong_types_are_named(
+    storyteller: LLM, argument: str, value: Any
+) -> None:
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], argument: value}
+    with pytest.raises(InvalidParameterError, match=f"{argument} must be a"):
+        storyteller.chat(**given)
+
+
 def test_chat_goes_through_the_template(storyteller: LLM) -> None:
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     params = SamplingParams(max_tokens=24, temperature=0.0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.errors import InvalidParameterError
+from quire.errors import InvalidParameterError, NotAvailableError
 from quire.media.known import check_uuid
 from quire.media.sources import ImageSource
 
@@ -14,6 +14,12 @@ SHOWN = {"type": "image"}
 """What a template sees of an image."""
 IMAGE_TYPES = frozenset({"image_url", "input_image", "image", "image_pil"})
 _SOURCE = "source"
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and where they have it."""
+_UNREAD = frozenset(
+    {"video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file"}
+)
+"""Types of parts that a template may have a place for, and no model here reads."""
 
 
 def is_image(part: object) -> bool:
@@ -56,9 +62,10 @@ def take_images(
     return (found, sources) if sources else (messages, sources)
 
 
-def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages of a script with their image parts in one form. Raises
-    InvalidParameterError."""
+def with_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Mapping[str, Any]]:
+    """Return messages of a script with the parts of their contents in one form: texts, images, and
+    what else a chat template of this source reads. Raises InvalidParameterError or
+    NotAvailableError for others, which a template would pass over."""
     each_one = messages if isinstance(messages, list | tuple) else [messages]
     for each in each_one:
         if not isinstance(each, Mapping):
@@ -67,18 +74,48 @@ def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
                 '[{"role": "user", "content": ...}], or several such lists',
                 param="messages",
             )
-    return [
-        {
-            **message,
-            "content": [
-                image_part(part, f"messages[{number}].content[{place}]") if is_image(part) else part
-                for place, part in enumerate(message["content"])
-            ],
-        }
-        if isinstance(message.get("content"), list | tuple)
-        else message
-        for number, message in enumerate(messages)
-    ]
+    return [_with_parts(message, number, template) for number, message in enumerate(messages)]
+
+
+def _with_parts(message: Mapping[str, Any], number: int, template: str) -> Mapping[str, Any]:
+    content, where = message.get("content"), f"messages[{number}].content"
+    if content is None or isinstance(content, str):
+        return message
+    if not isinstance(content, list | tuple):
+        raise InvalidParameterError(
+            f"{where}: it must be a text or a list of parts, not {type(content).__name__}",
+            param=where,
+        )
+    parts = [_part(part, f"{where}[{place}]", template) for place, part in enumerate(content)]
+    return {**message, "content": parts}
+
+
+def _part(part: Any, where: str, template: str) -> Mapping[str, Any]:
+    """Return a part of a content, which may be a text alone, as vLLM takes it, too."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise InvalidParameterError(
+            f'{where}: a part is an object such as {{"type": "text", "text": ...}}, not '
+            f"{type(part).__name__}",
+            param=where,
+        )
+    if is_image(part):
+        return image_part(part, where)
+    kind = part.get("type", "text")
+    if not isinstance(kind, str):
+        raise InvalidParameterError(f"{where}: its type must be a text", param=where)
+    if kind in _TEXTS:
+        text = part.get(_TEXTS[kind])
+        if not isinstance(text, str):
+            raise InvalidParameterError(f"{where}: its {_TEXTS[kind]} must be a text", param=where)
+        return {**part, "type": "text", "text": text}
+    if kind in _UNREAD or not any(f"{quote}{kind}{quote}" in template for quote in "\"'"):
+        raise NotAvailableError(
+            f"{where}: parts of type {kind[:40]!r} are not possible: the model, or its chat "
+            "template, does not read them"
+        )
+    return part
 
 
 def _content(part: Mapping[str, Any], where: str) -> Any:
