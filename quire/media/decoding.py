@@ -121,8 +121,10 @@ def from_object(given: Any, param: str = "image") -> Pixels:
     _check_size(given.size, param)
     try:
         return _as_rgb(given, param)
-    except OSError as error:
-        raise _refusal(param, f"the file is broken ({type(error).__name__})") from None
+    except QuireError:
+        raise
+    except Exception as error:  # closed, of a mode without a way to RGB, or of a broken file
+        raise _refusal(param, f"Pillow says: {error!s:.80} ({type(error).__name__})") from None
 
 
 def _from_array(given: NDArray[Any], param: str) -> Pixels:

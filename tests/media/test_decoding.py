@@ -199,6 +199,14 @@ def test_broken_files_never_raise_anything_else() -> None:
     assert num_refused > 200
 
 
+def test_images_that_pillow_cannot_bring_into_colours_are_refused() -> None:
+    closed = Image.new("RGB", (8, 8))
+    closed.close()
+    for image, says in ((closed, "closed"), (Image.new("La", (8, 8)), "conversion")):
+        with pytest.raises(InvalidParameterError, match=says):
+            from_object(image)
+
+
 def test_objects_of_a_script() -> None:
     pixels = picture(6, 11, 13)
     expected = decode(_file(Image.fromarray(pixels)))
