@@ -191,6 +191,20 @@ def deleted(client: openai.OpenAI, batch_id: str) -> int:
     return 409
 
 
+def test_an_input_that_is_not_there_is_named_by_its_field(tmp_path: Path) -> None:
+    with (
+        serve(FakeClient(), config(tmp_path), KEYS) as server,
+        client_of(server) as client,
+        pytest.raises(openai.NotFoundError) as caught,
+    ):
+        client.batches.create(
+            input_file_id="file-" + "0" * 24,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+        )
+    assert caught.value.param == "input_file_id"
+
+
 def test_wishes_for_an_end_of_files_are_named_as_ignored(tmp_path: Path) -> None:
     expiry: Any = {"anchor": "created_at", "seconds": 3600}
     with serve(FakeClient(), config(tmp_path), KEYS) as server, client_of(server) as client:

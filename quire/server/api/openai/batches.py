@@ -77,7 +77,7 @@ class Batches:
         if asks_for_something(body.output_expires_after):
             call.ignore(["output_expires_after"], KEPT)
         self._check_number(call.tenant)
-        await asyncio.to_thread(store.get, call.tenant.name, "file", body.input_file_id)
+        await self._check_input(store, call.tenant, body.input_file_id)
         now = int(time.time())
         record: Record = {
             "object": "batch",
@@ -182,6 +182,15 @@ class Batches:
         if sum(job.tenant.name == tenant.name for job in self._jobs.values()) >= MAX_UNENDED:
             message = f"{MAX_UNENDED} batches of this key have not ended yet; cancel some, or wait"
             raise overloaded(message, code="too_many_batches", retry_after_s=60)
+
+    @staticmethod
+    async def _check_input(store: FileStore, tenant: Tenant, file_id: str) -> None:
+        try:
+            await asyncio.to_thread(store.get, tenant.name, "file", file_id)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            raise ApiError(404, f"input_file_id: {error.message}", param="input_file_id") from None
 
     async def _find(self, call: Call, batch_id: str) -> Record:
         """Return a batch of the asking tenant. Raises ApiError 404."""
