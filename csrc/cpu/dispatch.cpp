@@ -39,9 +39,6 @@ QUIRE_DECLARE(avx2)
 #ifdef QUIRE_WITH_avx512
 QUIRE_DECLARE(avx512)
 #endif
-#ifdef QUIRE_WITH_avx512vnni
-QUIRE_DECLARE(avx512vnni)
-#endif
 #ifdef QUIRE_WITH_neon
 QUIRE_DECLARE(neon)
 #endif
@@ -53,6 +50,7 @@ QUIRE_DECLARE(neon)
     const KernelTable &extended_table();   \
     }
 QUIRE_DECLARE_EXTENSION(avxvnni)
+QUIRE_DECLARE_EXTENSION(avx512vnni)
 QUIRE_DECLARE_EXTENSION(avx512bf16)
 QUIRE_DECLARE_EXTENSION(avx512bf16emulated)
 QUIRE_DECLARE_EXTENSION(amx)
@@ -124,7 +122,7 @@ static std::vector<const KernelTable *> find_supported() {
 #endif
 #ifdef QUIRE_WITH_avx512vnni
     const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
-    if (has_vnni) tables.push_back(&avx512vnni::table);
+    if (has_vnni) tables.push_back(&avx512vnni::extended_table());
 #ifdef QUIRE_WITH_avx512bf16
     const bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
     // Intel's processors make half as many products by pairs as in float32 (1.4 and 5.8 instructions a nanosecond on an

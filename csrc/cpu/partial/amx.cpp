@@ -316,7 +316,7 @@ class Block {
 };
 
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
-    if (rows.depth == 0) return avx512vnni::table.gemm(weight, rows, block);
+    if (rows.depth == 0) return avx512vnni::extended_table().gemm(weight, rows, block);
     if (rows.is_bf16) return Block<Pairs>(weight, rows, block).run();
     if (weight.format == WeightFormat::int4) return Block<SignedQuads>(weight, rows, block).run();
     Block<Quads>(weight, rows, block).run();
@@ -329,7 +329,7 @@ static void end_gemms() {
 }
 
 const KernelTable &extended_table() {
-    static const KernelTable made = extend(avx512vnni::table, [](KernelTable &table) {
+    static const KernelTable made = extend(avx512vnni::extended_table(), [](KernelTable &table) {
         table.has_bf16_dots = true;
         table.matrix_depth = matrix_depth;
         table.gemm = gemm;

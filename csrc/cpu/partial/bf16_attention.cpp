@@ -396,12 +396,12 @@ void attend_run(const Run &run, int64_t num_rows) {
 // ---- tasks ----
 
 int64_t max_rows_by_pairs(const AttentionProblem &problem) {
-    return has_bf16_products(problem) ? MAX_ROWS : avx512vnni::table.max_task_rows(problem);
+    return has_bf16_products(problem) ? MAX_ROWS : avx512::table.max_task_rows(problem);
 }
 
 void attend_by_pairs(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                      float *scratch) {
-    if (!has_bf16_products(problem)) return avx512vnni::table.attend(problem, task, next_task, scratch);
+    if (!has_bf16_products(problem)) return avx512::table.attend(problem, task, next_task, scratch);
     attend(problem, task, next_task, scratch);
 }
 

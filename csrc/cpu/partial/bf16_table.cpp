@@ -3,6 +3,10 @@
 
 namespace quire::QUIRE_ISA {
 
+void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
+    avx512vnni::gemm_integers(weight, rows, block);
+}
+
 // As the loops of isa/probe.cpp.
 static int64_t probe_pairs(int64_t rounds) {
     constexpr int CHAINS = 16;
@@ -22,7 +26,7 @@ static int64_t probe_pairs(int64_t rounds) {
 }
 
 const KernelTable &extended_table() {
-    static const KernelTable made = extend(avx512vnni::table, [](KernelTable &table) {
+    static const KernelTable made = extend(avx512vnni::extended_table(), [](KernelTable &table) {
         table.has_bf16_dots = HAS_BF16_DOTS;
         table.convert_rows = convert_rows;
         table.gemm = gemm;

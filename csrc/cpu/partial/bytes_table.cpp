@@ -1,5 +1,5 @@
-// The table of an instruction set that differs from another's by products of bytes: AVX-VNNI with 256 bits from AVX2, Arm's
-// extensions from NEON.
+// The table of an instruction set that differs from another's by products of bytes: AVX-VNNI with 256 bits from AVX2,
+// AVX512-VNNI from AVX-512, Arm's extensions from NEON.
 #include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -7,6 +7,8 @@ namespace quire::QUIRE_ISA {
 const KernelTable &extended_table() {
 #if defined(QUIRE_NEON)
     const KernelTable &base = neon::table;
+#elif defined(__AVX512F__)
+    const KernelTable &base = avx512::table;
 #else
     const KernelTable &base = avx2::table;
 #endif

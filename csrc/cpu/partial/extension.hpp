@@ -9,8 +9,12 @@ extern const KernelTable table;
 namespace quire::neon {
 extern const KernelTable table;
 }
-namespace quire::avx512vnni {
+namespace quire::avx512 {
 extern const KernelTable table;
+}
+namespace quire::avx512vnni {
+const KernelTable &extended_table();
+void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
 }
 
 namespace quire::QUIRE_ISA {
