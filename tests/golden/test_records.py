@@ -60,6 +60,8 @@ def _marks(name: str, backend: Backend) -> tuple[pytest.MarkDecorator, ...]:
     than a model ("gptq, int8 activations, float32"), those in bfloat16 are enough."""
     if backend.kernels == "triton":
         return (*_INTERPRETED, *([_THOROUGH] if name in _REPEATED else []))
+    if backend.kernels == "reference" and name.endswith(", bfloat16"):
+        return (pytest.mark.slow, _THOROUGH)
     is_native = backend.isa is not None and backend.isa == _NATIVE_ISA
     if is_native and name.count(",") > 1 and name.endswith(", float32"):
         return (pytest.mark.slow,)
