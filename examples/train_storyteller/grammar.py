@@ -375,7 +375,7 @@ def _topic(scene: Scene) -> tuple[str, str]:
         )
     if plot.asks and choice < 0.45:
         ask = scene.expand(rng.choice(plot.asks))
-        return _in_present(ask) if rng.random() < PRESENT_SHARE else ask, ""
+        return in_present(ask) if rng.random() < PRESENT_SHARE else ask, ""
     if scene.other is not None and choice < 0.9:
         first, second = (hero, scene.other) if rng.random() < 0.8 else (scene.other, hero)
         return f"{first.indefinite} and {second.indefinite}", ""
@@ -384,7 +384,7 @@ def _topic(scene: Scene) -> tuple[str, str]:
     return _hero_topic(scene), ""
 
 
-def _in_present(topic: str) -> str:
+def in_present(topic: str) -> str:
     """ "A fox who lost his hat" as "a fox who loses his hat"."""
     past, dot, clause = topic.partition(" who ")
     return (

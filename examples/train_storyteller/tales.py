@@ -10,7 +10,7 @@ learnt by heart is of no use.
 import random
 from collections.abc import Sequence
 
-from .grammar import GrammarTale, topic_words
+from .grammar import PRESENT_SHARE, GrammarTale, in_present, topic_words
 from .kinds import (
     ADJECTIVE_TRAITS,
     GOING,
@@ -24,25 +24,47 @@ from .kinds import (
     NAMES_SHE,
     SHE,
     THING_ADJECTIVES,
+    THING_TRAITS,
     THINGS,
+    UNIQUE,
     Kind,
     Pronouns,
 )
+from .plots import read_plots
 from .templates import expand, polish
+from .words import plural
 
-HEROES = tuple(kind for kind in KINDS if kind.group in ("animal", "bird", "person", "water"))
+LIVING = ("animal", "bird", "person", "water")
+HEROES = tuple(kind for kind in KINDS if kind.group in LIVING)
+SKY = tuple(kind for kind in KINDS if kind.group == "sky")
+LIFELESS = frozenset(kind.noun for kind in KINDS if kind.group in ("thing", "sky", "place"))
 PLACES = tuple(kind.noun for kind in KINDS if kind.group == "place")
 WEATHERS = (
     "a storm", "a rainy night", "a foggy morning", "a snowy day", "a hot summer", "a full moon",
     "a strong wind", "a starry night", "a rainbow", "a cold winter",
 )  # fmt: skip
+THEMES = tuple(sorted({theme for plot in read_plots() for theme in plot.themes}))
 COMPOSED = "composed"
 """What such a tale has for a plot's name."""
 FREE_SHARE = 0.3
 """Of heroes, companions, things and places: drawn from all nouns of the books."""
 NAMED_SHARE = 0.25
 ADJECTIVE_SHARE = 0.5
-
+PAIR_SHARE = 0.25
+"""Of requests for two and nothing else."""
+SKY_SHARE, ANY_OTHER_SHARE = 0.2, 0.4
+"""Of companions from the sky (the moon, the snow, a star), and of those or of any kind."""
+THEME_SHARE = 0.1
+"""Of requests for no hero but for what a tale is about: "being lonely", "courage", "rain"."""
+HERO_SHARE = 0.2
+"""Of requests that name the hero alone: by name, as many, or by where he lives."""
+_LEADS = "[This is a story about|Here is a story about|This is a tale about] {theme}."
+_AT_HOME = (
+    "{Once} there [was|lived] {a_hero}{named}, {home}. {trait}",
+    "{A_hero}{named} lived {home}. {trait}",
+    "{Home}, {once}, lived {a_hero}{named}. {trait}",
+    "{Once} there was {a_hero}{named} who lived {home}. {trait}",
+)
 _OPENINGS = (
     "{Once} there [was|lived] {a_hero}{named}, {home}. {trait}",
     "{A_hero}{named} lived {home}. {trait}",
@@ -51,8 +73,22 @@ _OPENINGS = (
     "Everybody [in the valley|for miles around|who came by] knew {a_hero}{named}. {trait}",
     "[Have you heard of|Do you know] {a_hero}{named}? {trait}",
     "This is about {a_hero}{named}. {trait}",
-    "There was [once|never] {a_hero}{named} [like this one|quite like the one in this story]. {trait}",
+    "There was never {a_hero}{named} [like this one|quite like the one in this story]. {trait}",
     "[My grandmother told me of|People still talk about|I once heard of] {a_hero}{named}. {trait}",
+)
+_PAIR_OPENINGS = (
+    "{Once} there were two friends, {a_hero}{named} and {a_other}. {trait}",
+    "This is [the story of|a story about] {a_hero}{named} and {a_other}. {trait}",
+    "{A_hero}{named} and {a_other} lived {home}. {trait}",
+    "{Once} {a_hero}{named} and {a_other} met [on the road|by the well|at the market]. {trait}",
+    "Nobody knew why {a_hero}{named} liked {a_other} so much. {trait}",
+)
+"""Where two are asked for: both are named at once."""
+_TWO_HEROES = (
+    "{a_hero} and {a_other} {clause}",
+    "a contest between {a_hero} and {a_other}",
+    "how {a_hero} met {a_other}",
+    "{a_hero}, {a_other} and their [friends|secret|home]",
 )
 _COMPANIONS = (
     "{Hero} had one good friend, {a_other}.",
@@ -178,6 +214,67 @@ _WISHES: tuple[tuple[tuple[str, ...], str, tuple[str, ...], tuple[str, ...]], ..
         (
             '"I have looked for a friend all this time," said {hero}, "and there you are."',
             "{He} had not noticed it, but on the way {he} had found a friend.",
+        ),
+    ),
+    (
+        ("thing",),
+        "whose {bare_thing} was stolen",
+        (
+            "{Oneday} somebody stole {his} {bare_thing}. {Hero} [ran after the thief|followed the footprints].",
+            '{Oneday} {hero} came home, and {his} {bare_thing} was not there. "A thief!" {he} {cry}.',
+        ),
+        (
+            'There sat the thief with {his} {bare_thing}. "I only wanted to look at it," said the thief, and gave it back.',
+            "The thief was asleep, and {hero} took {his} {bare_thing} and tiptoed away.",
+        ),
+    ),
+    (
+        ("other",),
+        "who [loved|admired] {a_other}",
+        (
+            "{Hero} loved {a_other} more than anything in the world, but {he} had never dared to say so.",
+            '{Oneday} {hero} saw {a_other} and could not look away. "How beautiful!" {he} thought. {He} wanted to come closer to {the_other}.',
+        ),
+        (
+            'And {the_other} was not far away at all. "I have waited for you," it seemed to say.',
+            "{Hero} sat beside {the_other} until evening, and was happy.",
+        ),
+    ),
+    (
+        ("other",),
+        "who was afraid of {a_other}",
+        (
+            "{Hero} was afraid of one thing only: {a_other}. When {he} heard of {the_other}, {he} hid.",
+            '{Oneday} {hero} had to pass {a_other}. "I cannot," {he} said, and trembled.',
+        ),
+        (
+            "And {the_other}? {The_other} was [quite friendly|just as much afraid]. They both had to laugh.",
+            "{Hero} looked {the_other} in the face, and nothing happened. Then {he} was not afraid any more.",
+        ),
+    ),
+    (
+        ("other",),
+        "who [waited for|dreamed of|talked to|wrote to] {a_other}",
+        (
+            "Day after day {hero} waited for {a_other}. People said that {the_other} would never come.",
+            "{Oneday} {hero} dreamed of {a_other}, and the dream would not leave {him} alone.",
+            '{Hero} talked to {a_other} every evening. {Oneday} {he} asked, "Can you hear me?"',
+        ),
+        (
+            "Then, early in the morning, there was {the_other}. {Hero} {cry} out for joy.",
+            'And {the_other} answered at last. "I heard every word."',
+        ),
+    ),
+    (
+        ("other",),
+        "who [fought|helped|saved|followed|played with] {a_other}",
+        (
+            "{Oneday} {a_other} came, and everybody ran away. Only {hero} stayed where {he} was.",
+            "{Oneday} {hero} heard a cry. It came from {a_other}, [down by the water|behind the hill], and {he} {went} there at once.",
+        ),
+        (
+            "In the end {hero} and {the_other} shook hands. Neither of them had lost.",
+            '"Without you I would be gone," said {the_other}.',
         ),
     ),
     (
@@ -317,19 +414,36 @@ class _Tale:
         takes, clause, begins, ends = rng.choice(_WISHES)
         extras = [part for part in ("other", "thing", "place", "weather") if part not in takes]
         brought = [part for part in extras if rng.random() < (0.45 if not takes else 0.3)][:2]
-        topic, asked = self._topic(takes, clause, brought)
-        text = self._tell(rng.choice(begins), rng.choice(ends), takes, brought)
+        choice = rng.random()
+        lead, openings = "", _OPENINGS
+        if choice < THEME_SHARE:
+            topic = asked = self._values["theme"] = self._theme()
+            lead = self._expand(_LEADS)
+        elif choice < THEME_SHARE + HERO_SHARE:
+            (topic, asked), openings = self._hero_topic(), _AT_HOME
+        elif choice < THEME_SHARE + HERO_SHARE + PAIR_SHARE:
+            takes, clause, begins, ends = rng.choice([each for each in _WISHES if not each[0]])
+            brought, openings = ["other"], _PAIR_OPENINGS
+            pair = [self._values["a_hero"], self._values["a_other"]]
+            topic = asked = " and ".join(pair if rng.random() < 0.7 else pair[::-1])
+        else:
+            topic, asked = self._topic(takes, clause, brought)
+            topic = in_present(topic) if rng.random() < PRESENT_SHARE else topic
+        opening = f"{lead} {rng.choice(openings)}"
+        text = self._tell(opening, rng.choice(begins), rng.choice(ends), takes, brought)
         polished = polish(topic)
         topic = topic[0] + polished[1:] if topic[0].islower() else polished
         named = tuple(dict.fromkeys(topic_words(asked)))
         return GrammarTale(topic, named, polish(text), COMPOSED, self._pairs(takes, brought))
 
-    def _tell(self, begin: str, end: str, takes: Sequence[str], brought: Sequence[str]) -> str:
+    def _tell(
+        self, opening: str, begin: str, end: str, takes: Sequence[str], brought: Sequence[str]
+    ) -> str:
         rng, extra = (
             self._rng,
             {"other": _COMPANIONS, "thing": _THINGS, "place": _PLACES, "weather": _WEATHERS},
         )
-        first = [self._expand(rng.choice(_OPENINGS))]
+        first = [self._expand(opening)]
         first += [self._expand(rng.choice(extra[part])) for part in brought]
         helps = _OTHER_HELPS if "other" in brought and rng.random() < 0.6 else _HELPERS
         middle = [begin, rng.choice(_TROUBLES)]
@@ -349,7 +463,12 @@ class _Tale:
         parts = [values["a_hero"] + (values["named"] if rng.random() < 0.5 else "")]
         bare = {part: values[f"a_{part}"] for part in (*takes, *brought)}
         choice = rng.random()
-        if choice < 0.45:
+        if "other" in bare and choice < 0.2:
+            values["clause"] = "" if "other" in takes else self._expand(clause)
+            asked = " ".join([values["a_hero"], *(bare[part] for part in ("other", *takes))])
+            phrase = self._expand(rng.choice(_TWO_HEROES)).strip()
+            return phrase, f"{asked} {self._skill_of(phrase)}"
+        if choice < 0.55:
             phrase = self._expand(f"{parts[0]} {clause}")
             more = [bare[part] for part in brought if rng.random() < 0.4]
             phrase += f", and {more[0]}" if more else ""
@@ -361,6 +480,28 @@ class _Tale:
             rng.shuffle(parts)
         phrase = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
         return phrase, " ".join(parts)
+
+    def _hero_topic(self) -> tuple[str, str]:
+        """A request for the hero alone, and the words in it that must be named."""
+        values, choice = self._values, self._rng.random()
+        noun, name = values["hero_noun"], values["hero_name"]
+        if name and choice < 0.4:
+            return name, name
+        if choice < 0.4 and not values["hero_adjective"] and values["a_hero"].startswith("a "):
+            return plural(noun), noun
+        if choice < 0.5:
+            return values["a_hero"], values["a_hero"]
+        home = self._expand("{a_hero} [|who lived ]{home}")
+        return home, home.replace("who lived", "")
+
+    def _theme(self) -> str:
+        rng, choice = self._rng, self._rng.random()
+        if choice < 0.6:
+            return rng.choice(THEMES)
+        if choice < 0.8:
+            return f"being {rng.choice(tuple(ADJECTIVE_TRAITS))}"
+        noun = self._noun(THINGS)
+        return noun if choice < 0.9 else f"a {noun}"
 
     def _skill_of(self, clause: str) -> str:
         return self._values["skill"] if "{skill}" in clause else ""
@@ -374,7 +515,8 @@ class _Tale:
         rng, values = self._rng, self._values
         kind = self._hero_kind()
         pronouns = rng.choice(kind.pronouns)
-        adjective = rng.choice(tuple(ADJECTIVE_TRAITS)) if rng.random() < ADJECTIVE_SHARE else ""
+        traits = tuple(ADJECTIVE_TRAITS) if kind.group in LIVING else THING_TRAITS
+        adjective = rng.choice(traits) if rng.random() < ADJECTIVE_SHARE else ""
         adjective = "" if adjective in kind.noun.split() else adjective
         name = self._name(pronouns) if rng.random() < NAMED_SHARE and not kind.is_unique else ""
         full = f"{adjective} {kind.noun}".strip()
@@ -384,6 +526,7 @@ class _Tale:
         values |= {
             "hero_noun": kind.noun,
             "hero_adjective": adjective,
+            "hero_name": name,
             "went": went,
             "go": go,
             "going": going,
@@ -407,7 +550,8 @@ class _Tale:
         values["skill"], values["advice_end"] = rng.choice(SKILLS), rng.choice(_ADVICE)
         values["advice"] = values["advice_end"].removesuffix(".") + ","
         values["hands"] = {"animal": "paws", "bird": "wings"}.get(kind.group, "hands")
-        trait = rng.choice(ADJECTIVE_TRAITS[adjective]) if adjective and rng.random() < 0.7 else ""
+        traits = ADJECTIVE_TRAITS.get(adjective, ())
+        trait = rng.choice(traits) if traits and rng.random() < 0.7 else ""
         values["trait"] = polish(self._expand(trait)) if trait else ""
         self._cast_others(kind)
 
@@ -445,21 +589,24 @@ class _Tale:
         def described(noun: str, adjectives: Sequence[str], share: float) -> str:
             return f"{rng.choice(adjectives)} {noun}" if rng.random() < share else noun
 
+        choice = rng.random()
+        others = SKY if choice < SKY_SHARE else KINDS if choice < ANY_OTHER_SHARE else HEROES
         other, thing, place, helper = (
-            draw([kind.noun for kind in HEROES]),
+            draw([kind.noun for kind in others]),
             draw(THINGS),
             draw(PLACES),
             draw(HELPERS),
         )
         weather = rng.choice(WEATHERS)
+        traits = THING_TRAITS if other in LIFELESS else tuple(ADJECTIVE_TRAITS)
         full = {
-            "other": described(other, tuple(ADJECTIVE_TRAITS), 0.25),
+            "other": described(other, traits, 0.0 if other in UNIQUE else 0.35),
             "thing": described(thing, THING_ADJECTIVES, 0.3),
             "place": described(place, ("old", "big", "quiet", "green", "strange", "little"), 0.2),
         }
         for part, noun in (("other", other), ("thing", thing), ("place", place)):
             values |= {
-                f"a_{part}": f"a {full[part]}",
+                f"a_{part}": f"{'the' if noun in UNIQUE else 'a'} {full[part]}",
                 f"bare_{part}": full[part],
                 f"the_{part}": f"the {noun}",
             }

@@ -6,7 +6,7 @@ import random
 
 from examples.train_storyteller.abilities import repeated_share
 from examples.train_storyteller.grammar import StoryGrammar
-from examples.train_storyteller.tales import COMPOSED, TaleComposer
+from examples.train_storyteller.tales import COMPOSED, THEMES, TaleComposer
 
 NOUNS = ("teaspoon", "ostrich", "bagpipe")
 
@@ -19,6 +19,24 @@ def test_a_tale_names_all_that_is_in_its_request() -> None:
     assert sum(len(tale.named) >= 3 for tale in tales) > 200
     for noun in NOUNS:
         assert any(noun in tale.topic for tale in tales)
+
+
+def test_requests_are_for_themes_for_many_and_for_whatever_may_stand_beside_a_hero() -> None:
+    composer, rng = TaleComposer(NOUNS), random.Random(5)
+    tales = {tale.topic: tale for tale in (composer.draw(rng) for _ in range(3000))}
+    themes = [topic for topic in tales if topic.startswith("being ")]
+    assert len(themes) > 30
+    assert all(f"about {topic}." in tales[topic].text for topic in themes)
+    assert len(tales.keys() & set(THEMES)) > 60
+    for part in (
+        "and the moon",
+        "a contest between",
+        "how a",
+        " who lived ",
+        "ostriches",
+        " loves ",
+    ):
+        assert any(part in topic for topic in tales), part
 
 
 def test_tales_are_whole_sentences_without_slots() -> None:
