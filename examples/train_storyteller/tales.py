@@ -65,7 +65,7 @@ _AT_HOME = (
     "{Home}, {once}, lived {a_hero}{named}. {trait}",
     "{Once} there was {a_hero}{named} who lived {home}. {trait}",
 )
-_OPENINGS = (
+_OPENINGS: tuple[str, ...] = (
     "{Once} there [was|lived] {a_hero}{named}, {home}. {trait}",
     "{A_hero}{named} lived {home}. {trait}",
     "{Home}, {once}, lived {a_hero}{named}. {trait}",
