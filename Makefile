@@ -15,7 +15,7 @@ demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the pac
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
 	  -p "Tell me a story about a brave knight." \
 	  -p "Tell me a story about a clever fox." \
-	  -p "Tell me a story about a little girl and the moon."
+	  -p "Tell me a story about a little girl who lost her kite."
 
 test: $(VENV)/.dev  ## The fast suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow" tests

@@ -7,7 +7,7 @@ import { Pictures, thumbnail } from "./pictures.js";
 const IDEAS = [
   "Tell me a story about a brave knight.",
   "Tell me a story about a clever fox.",
-  "Tell me a story about a little girl and the moon.",
+  "Tell me a story about a little girl who lost her kite.",
 ];
 const MANY = 16;
 
