@@ -66,9 +66,7 @@ _AT_HOME = (
     "{Once} there was {a_hero}{named} who lived {home}. {trait}",
 )
 _OPENINGS: tuple[str, ...] = (
-    "{Once} there [was|lived] {a_hero}{named}, {home}. {trait}",
-    "{A_hero}{named} lived {home}. {trait}",
-    "{Home}, {once}, lived {a_hero}{named}. {trait}",
+    *_AT_HOME[:3],
     "[Not far from here|Behind the seven hills|Where the road ends] lived {a_hero}{named}. {trait}",
     "Everybody [in the valley|for miles around|who came by] knew {a_hero}{named}. {trait}",
     "[Have you heard of|Do you know] {a_hero}{named}? {trait}",
