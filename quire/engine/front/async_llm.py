@@ -43,7 +43,6 @@ from quire.engine.pooling.requests import PoolingRequests
 from quire.errors import (
     EngineError,
     InvalidParameterError,
-    NotAvailableError,
     UnavailableError,
 )
 from quire.grammar.judge import judge
@@ -204,20 +203,17 @@ class AsyncLLM(BoundToProcess):
         """Compute nothing more until `resume_generation`; requests that come meanwhile wait.
 
         Those in flight are ended ("abort"), finished first ("wait"), or kept to go on later
-        ("keep"). Unless they are kept, `clear_cache` forgets the cached KV.
+        ("keep"). Unless they are kept, `clear_cache` forgets the cached KV. Of several replicas all
+        pause, and one that is replaced meanwhile comes back paused.
         """
         if mode not in get_args(PauseMode):
             raise InvalidParameterError(
                 f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}",
                 param="mode",
             )
-        if self.config.data_parallel_size > 1:
-            raise NotAvailableError(
-                "pause_generation() is not available with data_parallel_size above 1"
-            )
         while (
             mode == "wait"
-            and not self._link.is_paused
+            and not self._engine.is_paused
             and await self._do(lambda engine: engine.has_work)
         ):
             await asyncio.sleep(_PAUSE_POLL_S)
@@ -225,12 +221,11 @@ class AsyncLLM(BoundToProcess):
 
     async def resume_generation(self) -> None:
         """Go on after `pause_generation`."""
-        self._link.is_paused = False
-        await self._do(lambda engine: None)
+        await self._do(lambda engine: engine.resume())
 
     async def is_paused(self) -> bool:
         """Return whether `pause_generation` holds the engine."""
-        return self._link.is_paused
+        return self._engine.is_paused
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -285,7 +280,7 @@ class AsyncLLM(BoundToProcess):
         return await asyncio.wrap_future(done)
 
     def _pause(self, engine: Engine, mode: PauseMode, clear_cache: bool) -> None:
-        self._link.is_paused = True
+        self._link.pause(engine)
         if mode == "abort":
             self._link.abort_all(engine)
         if mode != "keep" and clear_cache:
@@ -323,7 +318,7 @@ class AsyncLLM(BoundToProcess):
             await self._do(lambda engine: self._link.hold_arrivals())
         try:
             while waits and await self._do(lambda engine: engine.has_work):
-                if self._engine.asleep or self._link.is_paused:
+                if self._engine.asleep or self._engine.is_paused:
                     raise EngineError("the engine sleeps or is paused: its requests cannot finish")
                 await asyncio.sleep(_PAUSE_POLL_S)
             await self._do(lambda engine: engine.replace_weights(loaded, name))

@@ -46,8 +46,6 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         engine.record_steps()
-        self.is_paused = False
-        """While it is set nothing is computed."""
         self.failure: BaseException | None = None
         """What the thread died of."""
         self.show: Callable[[Seen], None] = lambda answer: None
@@ -159,10 +157,8 @@ class EngineThread:
             while not self._is_closing:
                 self._take_commands()
                 self._end_update()
-                if self._can_step:
-                    self._post.deliver(
-                        output for output in self.engine.step() if isinstance(output, RequestOutput)
-                    )
+                if self.engine.can_step:
+                    self._step()
                 elif not self.engine.has_work:
                     self.engine.idle()
         except BaseException as error:
@@ -171,14 +167,15 @@ class EngineThread:
         finally:
             self._end()
 
-    @property
-    def _can_step(self) -> bool:
-        return self.engine.can_step and not self.is_paused
+    def _step(self) -> None:
+        self._post.deliver(
+            output for output in self.engine.step() if isinstance(output, RequestOutput)
+        )
 
     def _take_commands(self) -> None:
         """Carry out what is queued; an idle engine waits for something."""
         with contextlib.suppress(queue.Empty):
-            if not self._can_step:
+            if not self.engine.can_step:
                 wait_s = _IDLE_WAIT_S if self._update is None else _LOADING_S
                 self._commands.get(timeout=wait_s)(self.engine)
             while True:
@@ -225,6 +222,13 @@ class EngineThread:
         output = engine.abort(request_id)
         if output is not None:
             self._post.deliver([output])
+
+    def pause(self, engine: Engine) -> None:
+        """Compute nothing more; what was computed elsewhere before is delivered. To be called in
+        the thread."""
+        engine.pause()
+        if engine.can_step:
+            self._step()
 
     def abort_all(self, engine: Engine) -> None:
         """End every request with what there is. To be called in the thread."""

@@ -82,6 +82,8 @@ class StepLoop:
         """Parts of the memory (`quire.common.residence`) that are the system's at the moment; while
         there are any, no step is made."""
 
+    is_paused = False
+    """Whether `pause` holds the steps."""
     is_closed = False
     """Whether `close` was called, and the memory is gone."""
     is_torn = False
@@ -109,7 +111,18 @@ class StepLoop:
     @property
     def can_step(self) -> bool:
         """Whether there is something to compute, and it can be."""
-        return not self.asleep and self.scheduler.has_work
+        return not self.asleep and not self.is_paused and self.scheduler.has_work
+
+    def pause(self) -> None:
+        """Make no step until `resume`; requests keep their blocks. Does nothing where it is
+        paused."""
+        self.require_open()
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`; the same answers. Does nothing where it is not paused."""
+        self.require_open()
+        self.is_paused = False
 
     def sleep(self, level: int) -> None:
         """Give the memory of weights and KV cache back until `wake_up`. Requests lose their blocks

@@ -22,7 +22,7 @@ from quire.engine.loop.cache import CachedTokens, CacheQuestion, Cleared
 from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Both ends come from one installation; a difference means that it was
 replaced under a running server."""
 JSON_LOGS = "json-logs"
@@ -143,7 +143,14 @@ class UpdateWeights(_TaggedMessage, frozen=True):
     when this is done."""
 
 
-Command = Sleep | WakeUp | UpdateWeights
+class Pause(_TaggedMessage, frozen=True):
+    """Make no step until you are told otherwise, or go on."""
+
+    number: int
+    holds: bool
+
+
+Command = Sleep | WakeUp | UpdateWeights | Pause
 Question = Inspect | InspectBlock | AskCache
 Down = Start | Lists | Forget | AddRequest | Abort | Finish | Question | Command
 

@@ -31,6 +31,7 @@ from quire.engine.process.messages import (
     Inspected,
     InspectedBlock,
     Lists,
+    Pause,
     Question,
     Refused,
     Seen,
@@ -129,7 +130,7 @@ class Service:
                 return Done(message.number, self.loop.asleep, UNDER_WAY)
             self._update = WeightUpdate(self.loop, message)
             return None
-        if isinstance(message, Question | Sleep | WakeUp):
+        if isinstance(message, Question | Sleep | WakeUp | Pause):
             return answer(self.loop, message)
         if isinstance(message, Lists):
             self._lists[message.number] = message, frozenset(message.stop_token_ids)
@@ -211,9 +212,9 @@ class Service:
                 self._forget(request)
 
 
-def answer(loop: StepLoop, question: Question | Sleep | WakeUp) -> Seen | Done:
+def answer(loop: StepLoop, question: Question | Sleep | WakeUp | Pause) -> Seen | Done:
     """Carry out a command, or return what a loop that records its steps says of them."""
-    if isinstance(question, Sleep | WakeUp):
+    if isinstance(question, Sleep | WakeUp | Pause):
         return _carry_out(loop, question)
     if isinstance(question, AskCache):
         return _answer_on_cache(loop, question)
@@ -236,12 +237,16 @@ def _answer_on_cache(loop: StepLoop, asked: AskCache) -> CacheAnswered:
     )
 
 
-def _carry_out(loop: StepLoop, command: Sleep | WakeUp) -> Done:
+def _carry_out(loop: StepLoop, command: Sleep | WakeUp | Pause) -> Done:
     try:
         if isinstance(command, Sleep):
             loop.sleep(command.level)
-        else:
+        elif isinstance(command, WakeUp):
             loop.wake_up(command.parts)
+        elif command.holds:
+            loop.pause()
+        else:
+            loop.resume()
     except QuireError as error:
         is_lasting = isinstance(error, NotAvailableError)
         return Done(command.number, loop.asleep, str(error), is_lasting)

@@ -36,6 +36,7 @@ from quire.engine.process.messages import (
     Heartbeat,
     Inspected,
     InspectedBlock,
+    Pause,
     Ready,
     Refused,
     Sleep,
@@ -84,6 +85,9 @@ class Supervisor:
         self._asleep: tuple[str, ...] = ()
         self._bedtime: Sleep | None = None
         """What the engine was last told of sleeping; the next one is told, too."""
+        self._pause_command: Pause | None = None
+        """What was last said of pausing; while it holds, the engine is given no requests, and the
+        next one is told before it makes a step."""
         self._weights: UpdateWeights | None = None
         """Where the weights are from that the engine computes with, if not those it was built
         with; the next one is told before it gets any request."""
@@ -131,7 +135,7 @@ class Supervisor:
         self._submit(lambda: self._end(request_id, FinishReason.ABORT, None))
 
     def ask(self, question: Question, replica: int = 0) -> None:
-        self._submit(lambda: self._questions.append(question))
+        self._submit(lambda: self._ask(question))
 
     def end_all(self, message: str) -> None:
         self._submit(lambda: self._end_all(message))
@@ -250,10 +254,7 @@ class Supervisor:
             channel.send(question)
         for message in self._journal.take_messages():
             channel.send(message)
-        holds = any(
-            isinstance(each, UpdateWeights) and each.waits for each in self._running.values()
-        )
-        for entry in [] if holds else choose(self._journal.entries.values()):
+        for entry in [] if self._holds_requests else choose(self._journal.entries.values()):
             if channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
                 break
             try:
@@ -278,6 +279,14 @@ class Supervisor:
             else:
                 entry.is_sent = True
 
+    @property
+    def _holds_requests(self) -> bool:
+        """Whether those that the engine does not have wait: for other weights, or to go on."""
+        if self._pause_command is not None and self._pause_command.holds:
+            return True
+        running = self._running.values()
+        return any(isinstance(each, UpdateWeights) and each.waits for each in running)
+
     def _take(self, message: Up) -> None:
         self.watch.hear(message if isinstance(message, Heartbeat) else None)
         if isinstance(message, Heartbeat):
@@ -293,6 +302,8 @@ class Supervisor:
                 self._questions.insert(0, self._weights)
             elif self._asleep and self._bedtime is not None:
                 self._questions.insert(0, self._bedtime)
+            if self._pause_command is not None and self._pause_command.holds:
+                self._questions.insert(0, self._pause_command)
         elif isinstance(message, Done):
             self._take_done(message)
         elif isinstance(message, Inspected | InspectedBlock | CacheAnswered):
@@ -313,7 +324,9 @@ class Supervisor:
                 f"{done.error}"
             )
             return
-        if command is self._weights is not None and self._asleep and self._bedtime is not None:
+        if isinstance(command, Pause):
+            pass  # what sleeps, or is to be told of it, has not changed
+        elif command is self._weights is not None and self._asleep and self._bedtime is not None:
             self._questions.insert(0, self._bedtime)
         else:
             self._asleep = done.asleep
@@ -355,7 +368,9 @@ class Supervisor:
         self._running.clear()
         self._questions.clear()
         for each in dropped:
-            if isinstance(each, Command):
+            if isinstance(each, Pause):  # holds for the next engine
+                self.show(Done(each.number, self._asleep))
+            elif isinstance(each, Command):
                 self.show(Done(each.number, self._asleep, reason))
             elif isinstance(each, AskCache):
                 self.show(CacheAnswered(each.number))
@@ -383,6 +398,14 @@ class Supervisor:
 
     # -- commands
     # ----------------------------------------------------------------------------------------------
+
+    def _ask(self, question: Question) -> None:
+        if isinstance(question, Pause):
+            self._pause_command = question
+            if self._process is None or not self.watch.is_loaded:
+                self.show(Done(question.number, self._asleep))
+                return
+        self._questions.append(question)
 
     def _add(self, prepared: PreparedRequest, stream: OutputSink) -> None:
         self._post.open(prepared.spec.request_id, stream)

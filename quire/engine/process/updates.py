@@ -33,9 +33,13 @@ class WeightUpdate:
         if self._thread.is_alive():
             return None
         if self._error is None and self.command.waits and self._loop.has_work:
-            if not self._loop.asleep:
+            if self._loop.can_step:
                 return None
-            self._error = "the engine is asleep: its requests cannot finish; wake it up"
+            self._error = (
+                "the engine is asleep: its requests cannot finish; wake it up"
+                if self._loop.asleep
+                else "the engine is paused: its requests cannot finish; resume it"
+            )
         if self._error is None:
             try:
                 self._loop.replace_weights(self._loaded, self.command.version)

@@ -3,8 +3,8 @@ the outputs that have come from them.
 
 For programs it is an `Engine`, for one thread at a time. A replica that dies or freezes is replaced
 by its supervisor, and its requests go on; nothing of that is seen here. What would need the worker
-in this process (logits processors) is refused. To sleep, to compute with other weights and to
-forget what is cached are commands to all replicas.
+in this process (logits processors) is refused. To pause, to sleep, to compute with other weights
+and to forget what is cached are commands to all replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.engine.front.streams import Caller
 from quire.engine.loop.cache import ClearCache
 from quire.engine.loop.engine import Engine
 from quire.engine.process.link import lasting_model_name
-from quire.engine.process.messages import AskCache, Done, Sleep, UpdateWeights, WakeUp
+from quire.engine.process.messages import AskCache, Done, Pause, Sleep, UpdateWeights, WakeUp
 from quire.engine.replicas.commands import Commands, failure_of, failure_of_any
 from quire.engine.replicas.inbox import Inbox
 from quire.engine.replicas.link import Replicas, link_to
@@ -185,6 +185,28 @@ class ReplicatedEngine(Engine):
             self._go_back(range(self._link.num_replicas))
             self._is_divided = False
             self._note_asleep(answers)
+
+    def pause(self) -> None:
+        """See `StepLoop.pause`: all replicas are paused then, also such as are being replaced; or
+        EngineError, and none is."""
+        self._require_open()
+        self.is_paused = True  # also where the wait is interrupted: `resume` tells all of them
+        try:
+            self._tell_to_pause(True)
+        except EngineError:
+            self.resume()
+            raise
+
+    def resume(self) -> None:
+        """See `StepLoop.resume`."""
+        self._require_open()
+        self._tell_to_pause(False)
+        self.is_paused = False
+
+    def _tell_to_pause(self, holds: bool) -> None:
+        """Tell those that are not given up, which compute nothing in any case."""
+        replicas = [n for n, each in enumerate(self.replicas) if each.state != "failed"]
+        self._commands.ask(lambda number: Pause(number, holds), replicas)
 
     @property
     def weight_version(self) -> str:

@@ -16,9 +16,18 @@ from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.channel import Channel
-from quire.engine.process.messages import Abort, AddRequest, Down, Finish
+from quire.engine.process.messages import (
+    Abort,
+    AddRequest,
+    Done,
+    Down,
+    Finish,
+    Pause,
+    UpdateWeights,
+)
 from quire.engine.process.service import Service
 from quire.engine.process.shared_lists import without_lists
+from quire.engine.process.updates import WeightUpdate
 from quire.executor.null import NullExecutor
 
 
@@ -117,3 +126,18 @@ def test_time_in_which_the_process_was_stopped_is_no_part_of_a_step(
     assert ages_s[:2] == [0.25, 0.5]
     assert all(age_s is not None and age_s < 5.0 for age_s in ages_s)
     assert service.heartbeat().step_age_s is None
+
+
+def test_a_paused_engine_takes_requests_and_makes_no_step(service: Service) -> None:
+    _add(service, 1)
+    service.step()
+    assert service.handle(Pause(1, True)) == Done(1, ())
+    _add(service, 2)
+    assert not service.has_work and service.loop.has_work
+    update = WeightUpdate(service.loop, UpdateWeights(2, "5", "five", waits=True))
+    update._thread.join()
+    refused = update.take_in()
+    assert refused is not None and "paused" in str(refused.error)
+    assert service.handle(Pause(3, False)) == Done(3, ())
+    _run(service)
+    assert not service.loop.has_work
