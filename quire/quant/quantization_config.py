@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
 
 from quire.errors import ConfigError
 from quire.models.config_reader import ConfigReader
@@ -186,17 +185,9 @@ def _read_fp8(config: ConfigReader) -> tuple[str, Assign]:
     config.choice("activation_scheme", {"dynamic": None, "static": None}, "dynamic")
     config.choice("scale_fmt", {"float": None}, "float")
     excluded = (*config.texts("modules_to_not_convert"), *config.texts("ignored_layers"))
-    block = (
-        tuple(int(size) for size in config.numbers("weight_block_size", 2))
-        if config.has("weight_block_size")
-        else None
-    )
-    if block is not None and min(block) < 1:
-        raise config.refuse("weight_block_size", "two sizes above zero")
-    storage = Fp8Storage(
-        cast("tuple[int, int] | None", block),
-        "weight_scale" if block is None else "weight_scale_inv",
-    )
+    key = "weight_block_size"
+    block = _read_block(config, key) if config.has(key) else None
+    storage = Fp8Storage(block, "weight_scale" if block is None else "weight_scale_inv")
 
     def assign(names: Names, linear: LinearSpec) -> LinearStorage | None:
         is_excluded = any(_is_within(name, each) for each in excluded for name in names)
@@ -344,12 +335,10 @@ def _read_float_weights(weights: ConfigReader) -> Fp8Storage:
     has_blocks = weights.choice(
         "strategy", {"channel": False, "tensor": False, "block": True}, "tensor"
     )
-    block = (
-        tuple(int(size) for size in weights.numbers("block_structure", 2)) if has_blocks else None
-    )
+    block = _read_block(weights, "block_structure") if has_blocks else None
     weights.ignore("group_size", "block_structure")
     _ignore_calibration(weights)
-    return Fp8Storage(cast("tuple[int, int] | None", block), "weight_scale")
+    return Fp8Storage(block, "weight_scale")
 
 
 def _read_activations(section: ConfigReader | None) -> Activations:
@@ -397,6 +386,14 @@ def _read_group_size(config: ConfigReader) -> int | None:
     if size == 0:
         raise config.refuse("group_size", "-1, or a size above zero")
     return None if size == -1 else size
+
+
+def _read_block(config: ConfigReader, key: str) -> tuple[int, int]:
+    """Return the outputs and inputs that share a scale."""
+    sizes = config.numbers(key, 2)
+    if not all(size.is_integer() and size >= 1 for size in sizes):
+        raise config.refuse(key, "two whole numbers above zero")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _names_in_blocks(config: ConfigReader, key: str) -> tuple[str, ...]:

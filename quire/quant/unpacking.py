@@ -137,15 +137,20 @@ def _gptq(storage: GptqStorage, module: _Module) -> QuantizedWeight | Tensor:
     size = module.num_inputs // scales.shape[1]
     groups = module.optional("g_idx")
     if groups is None:
-        return _affine(values, scales, zeros, storage)
+        return _affine(values, scales, zeros, storage, module)
     if not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise CheckpointError(f"{module.name}.g_idx names groups that do not exist")
     while size >= _MIN_REGULAR_GROUP and module.num_inputs % size == 0:
         blocks = groups.view(-1, size)
         if (blocks == blocks[:, :1]).all():
             order = blocks[:, 0].long()
-            return _affine(values, scales[:, order], zeros[:, order], storage)
+            return _affine(values, scales[:, order], zeros[:, order], storage, module)
         size //= 2
+    if not storage.is_ordered:
+        raise CheckpointError(
+            f"{module.name}.g_idx scatters groups over the inputs, and "
+            "quantization_config.desc_act=False says that none are"
+        )
     order = groups.long()
     return (values - zeros[:, order]) * scales[:, order]
 
@@ -167,15 +172,13 @@ def _awq(storage: AwqStorage, module: _Module) -> QuantizedWeight:
         ordered[:, :, columns] = found
         return ordered.view(-1, module.num_outputs).T.contiguous() - 8
 
-    return _affine(
-        in_order("qweight"), module.scales("scales").T.contiguous(), in_order("qzeros"), storage
-    )
+    scales = module.scales("scales").T.contiguous()
+    return _affine(in_order("qweight"), scales, in_order("qzeros"), storage, module)
 
 
 def _compressed(storage: CompressedStorage, module: _Module) -> QuantizedWeight:
-    scales = module.scales("weight_scale").view(
-        -1, 1 if storage.group_size is None else module.num_inputs // storage.group_size
-    )
+    groups = 1 if storage.group_size is None else module.num_inputs // storage.group_size
+    scales = module.scales("weight_scale").view(-1, groups)
     scales = scales.expand(module.num_outputs, -1).contiguous()
     if storage.is_packed:
         shape = module.optional("weight_shape")
@@ -195,14 +198,15 @@ def _compressed(storage: CompressedStorage, module: _Module) -> QuantizedWeight:
             scales,
             None if zeros is None else zeros.T[: module.num_outputs].contiguous(),
             storage,
+            module,
         )
     values = module["weight"].to(torch.int16)
     if storage.bits == 4 and not (int(values.min()) >= -8 and int(values.max()) <= 7):
         raise CheckpointError(f"{module.name}.weight has values that 4 bits do not hold")
-    zeros = (
-        None if storage.is_symmetric else module["weight_zero_point"].to(torch.int16).view(-1, 1)
-    )
-    return _affine(values, scales, None if zeros is None else zeros.expand_as(scales), storage)
+    if storage.is_symmetric:
+        return _affine(values, scales, None, storage, module)
+    zeros = module["weight_zero_point"].to(torch.int16).view(-1, groups)
+    return _affine(values, scales, zeros.expand_as(scales), storage, module)
 
 
 def _fp8(storage: Fp8Storage, module: _Module) -> QuantizedWeight | Tensor:
@@ -233,11 +237,17 @@ _IntegerStorage = GptqStorage | AwqStorage | CompressedStorage
 
 
 def _affine(
-    values: Tensor, scales: Tensor, zeros: Tensor | None, storage: _IntegerStorage
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    storage: _IntegerStorage,
+    module: _Module,
 ) -> QuantizedWeight:
     """`(values - zeros) * scales`, values int16 [N, K] that int8 holds, scales and zeros [N,
     groups]."""
     offsets = None if zeros is None or not zeros.any() else -(zeros * scales)
+    if offsets is not None and not offsets.isfinite().all():
+        raise CheckpointError(f"{module.name}: a scale times its zero point is not finite")
     size = values.shape[1] // scales.shape[1]
     return QuantizedWeight(
         values.to(torch.int8), scales, offsets, storage.bits, size, storage.activations

@@ -18,6 +18,7 @@ from quantized_checkpoints import (
     byte_integers,
     fp8,
     gptq,
+    grouped_byte_integers,
     packed_integers,
     write_pair,
 )
@@ -112,6 +113,14 @@ EXACT: dict[str, tuple[Pack, dict[str, Any]]] = {
     "pack 8 bits": (
         packed_integers(8, 32, is_symmetric=True),
         compressed_config("pack-quantized", num_bits=8),
+    ),
+    "int groups": (
+        grouped_byte_integers(4, 32),
+        compressed_config("int-quantized", symmetric=False),
+    ),
+    "int groups 8 bits": (
+        grouped_byte_integers(8, 32),
+        compressed_config("int-quantized", symmetric=False, num_bits=8),
     ),
     "int weights only": (byte_integers(), compressed_config("int-quantized", None, **CHANNELWISE)),
 }
@@ -318,6 +327,16 @@ def _put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
             _put("g_idx", torch.full((64,), 9, dtype=torch.int32)),
             r"g_idx names groups that do not exist",
         ),
+        (
+            "gptq",
+            _put("g_idx", torch.arange(64, dtype=torch.int32) % 2),
+            r"k_proj\.g_idx scatters groups over the inputs, and .*desc_act=False",
+        ),
+        (
+            "pack asymmetric",
+            _put("weight_scale", torch.full((32, 2), 3e38)),
+            r"k_proj: a scale times its zero point is not finite",
+        ),
         ("pack", _put("weight_shape", torch.tensor([1, 2])), r"weight_shape is \[1, 2\]"),
         (
             "pack",
@@ -351,6 +370,20 @@ W4 = compressed_config("pack-quantized")
         (AWQ | {"version": "gemv"}, "quantization_config.version='gemv'"),
         (AWQ | {"zero_point": False}, "quantization_config.zero_point=False"),
         ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method='bitsandbytes'"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [16.5, 16]},
+            "quantization_config.weight_block_size=[16.5, 16]; supported: two whole numbers",
+        ),
+        (
+            compressed_config(
+                "float-quantized",
+                type="float",
+                num_bits=8,
+                strategy="block",
+                block_structure=[0, 16],
+            ),
+            "weights.block_structure=[0, 16]; supported: two whole numbers",
+        ),
         ({"bits": 4}, "quantization_config.quant_method"),
         ("gptq", "quantization_config='gptq'"),
         (W4 | {"format": "marlin-24"}, "quantization_config.format='marlin-24'"),

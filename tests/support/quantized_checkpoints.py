@@ -247,6 +247,22 @@ def byte_integers(*, is_symmetric: bool = True, is_per_tensor: bool = False) -> 
     return pack
 
 
+def grouped_byte_integers(bits: int, group: int) -> Pack:
+    """compressed-tensors, "int-quantized" in groups, with zero points."""
+
+    def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
+        values, scales, zeros = _numbers(source, shape, bits, group)
+        middle = 2 ** (bits - 1)
+        tensors = {
+            f"{name}.weight": torch.from_numpy((values - middle).astype(np.int8)),
+            f"{name}.weight_scale": torch.from_numpy(scales),
+            f"{name}.weight_zero_point": torch.from_numpy((zeros - middle).astype(np.int8)),
+        }
+        return tensors, (values - np.repeat(zeros, group, 1)) * np.repeat(scales, group, 1)
+
+    return pack
+
+
 def fp8(
     scale_name: str, *, block: tuple[int, int] | None = None, is_per_output: bool = False
 ) -> Pack:
