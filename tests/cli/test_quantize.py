@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,15 @@ from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import find_model
+
+_HOLD = """
+import pathlib, sys, time
+from quire.common.scratch import make_folder
+from quire.engine.assembly.quantization import _PREFIX
+folder, _ = make_folder(pathlib.Path(sys.argv[1]), _PREFIX)
+print(folder, flush=True)
+time.sleep(600)
+"""
 
 
 def _answer(model: str, **options: Any) -> list[tuple[int, float]]:
@@ -51,6 +63,33 @@ def test_a_folder_that_is_there_is_written_into(kind: str, tmp_path: Path) -> No
     assert before in (None, os.stat(target).st_ino) and named.is_symlink() == (kind != "folder")
     assert find_model(EngineConfig(model=str(named))).config["quantization_config"]
     assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_a_killed_process_leaves_is_deleted_by_the_next(
+    is_there: bool, tmp_path: Path
+) -> None:
+    """And what one that is alive writes is not."""
+    output = tmp_path / "made"
+    if is_there:
+        output.mkdir()
+    begun = [sys.executable, "-c", _HOLD, str(output if is_there else tmp_path)]
+    with subprocess.Popen(begun, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        command = ["quantize", "quire-storyteller", "--to", "int8", "-o", str(output)]
+        assert main(command) == (2 if is_there else 0) and left.is_dir()
+        process.kill()
+    if not is_there:
+        shutil.rmtree(output)
+    assert main(command) == 0
+    assert find_model(EngineConfig(model=str(output))).config["quantization_config"]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_file_system_is_empty_with_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    assert main(["quantize", "quire-storyteller", "--to", "int8", "-o", str(tmp_path)]) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_named(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.common.scratch import sweep_folders, temporary_folder
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles, find_model
 from quire.engine.pooling.decision import declare_stored
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from quire.quant.writer import Recipe
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_PREFIX = ".quire-quantize-"
+"""Of the folder that is written to until all is complete."""
 _NOT_COPIED = ("config.json", "*.safetensors.index.json")
 
 
@@ -42,12 +44,13 @@ def quantize_model(model: str, recipe: Recipe, output: Path) -> None:
     try:
         target = Path(os.path.realpath(output))  # a link stays one
         is_there = target.exists()
-        if is_there and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(f"{output} exists already; name a new folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
         place = target if is_there else target.parent  # a mounted folder cannot be replaced
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=place) as temporary:
-            made = Path(temporary) / "model"
+        sweep_folders(place, _PREFIX)
+        if is_there and (not target.is_dir() or any(map(_is_in_the_way, target.iterdir()))):
+            raise ConfigError(f"{output} exists already; name a new folder")
+        place.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(place, _PREFIX) as temporary:
+            made = temporary / "model"
             made.mkdir()
             _write(files, recipe, made)
             if not is_there:
@@ -56,6 +59,11 @@ def quantize_model(model: str, recipe: Recipe, output: Path) -> None:
                 path.rename(target / path.name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{output} cannot be written: {error}") from error
+
+
+def _is_in_the_way(path: Path) -> bool:
+    """An empty file system may have a folder of its own."""
+    return path.name != "lost+found"
 
 
 def _comes_last(path: Path) -> bool:
