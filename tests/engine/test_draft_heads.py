@@ -152,7 +152,7 @@ def test_answers_are_the_same_with_a_head(method: str, tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.slow_except("eagle3")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_the_targets_weights_are_replaced_and_the_heads_are_not(
     method: str, tmp_path: Path

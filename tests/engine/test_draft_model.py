@@ -102,6 +102,7 @@ def test_it_sleeps_with_its_target_and_drafts_as_well_after(
     assert _num_wrong(engine) <= 2, engine.scheduler.stats.num_right_by_place
 
 
+@pytest.mark.slow
 def test_what_is_restored_of_its_target_it_computes_itself(
     make_engine: MakeEngine, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

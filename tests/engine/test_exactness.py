@@ -242,8 +242,10 @@ def _engine(make: MakeEngine, numbers: str, **options: Any) -> Engine:
     return make(**NUMBERS[numbers], **options)
 
 
+_SLOW_COLUMNS = {"int4 experts", "int8 latents", "images of any size", "images, bfloat16"}
+"""All of whose parts are in others."""
 _COLUMNS = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "images, bfloat16" else name
+    pytest.param(name, marks=pytest.mark.slow) if name in _SLOW_COLUMNS else name
     for name in NUMBERS
 ]
 

@@ -144,6 +144,7 @@ def test_what_agreeing_routers_need_is_foreseen(tmp_path: Path) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_what_is_read_ahead(tmp_path: Path, cold: None) -> None:
     model = _write(tmp_path / "model", agrees=True)
     with_all = _llm(model, None)

@@ -251,7 +251,7 @@ def test_guesses_change_no_bit_in_other_circumstances(
     assert _num_guessed(engine) > 20
 
 
-@pytest.mark.slow_except("suffix", "often right", "a model")
+@pytest.mark.slow_except("suffix", "often right")
 @pytest.mark.parametrize("make_guessing", FEWER, indirect=True)
 def test_guesses_change_no_bit_where_everyone_is_preempted_now_and_then(
     make_guessing: MakeEngine, plain: Answers

@@ -86,7 +86,7 @@ def stored(make: Callable[..., Engine], folder: Path, **options: Any) -> list[ob
     return expected
 
 
-@pytest.mark.slow_except("bfloat16", "fp8")
+@pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 def test_a_second_start_restores_the_same_bits(
     make_engine: MakeEngine, tmp_path: Path, kv_format: str
@@ -309,7 +309,7 @@ def _fill(path: Path) -> None:
     path.write_bytes(bytes(len(path.read_bytes())))
 
 
-@pytest.mark.slow_except("_flip", "_cut")
+@pytest.mark.slow_except("_cut")
 @pytest.mark.parametrize("damage", [_flip, _cut, _fill, Path.unlink])
 def test_damaged_files_are_computed_again(
     make_engine: MakeEngine, tmp_path: Path, damage: Callable[[Path], None]
@@ -427,7 +427,7 @@ def test_a_second_process_reads_what_the_first_one_writes(
     writer.close()
 
 
-@pytest.mark.slow_except("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("restores", [True, False])
 def test_a_preempted_sequence_is_restored_or_computed_as_costs_say(
     make_engine: MakeEngine,

@@ -123,7 +123,7 @@ def computed(producer: Engine, **given: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow_combinations
+@pytest.mark.slow_except("*8, 8*Shared*", "*8, 16*Tcp*")
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8), (5, 7)], ids=str)
 def test_a_prompt_computed_elsewhere_gives_the_same_bits(
@@ -155,7 +155,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_except("fp8", "two windows")
+@pytest.mark.slow_except("two windows")
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_keys_and_values_is_transferred(make: Make, form: str) -> None:
     expected = bits(answer(make(**FORMS[form])))
@@ -449,6 +449,7 @@ def test_what_is_given_up_before_its_turn_is_not_fetched(make: Make) -> None:
             silent.accept()
 
 
+@pytest.mark.slow
 def test_a_host_name_that_is_looked_up_for_long_costs_the_deadline(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,6 +577,7 @@ def test_an_engine_without_a_role_says_so(make: Make) -> None:
     assert answer(make(), {}).kv_transfer_params is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_DISCARD, reason="this system takes no pages back")
 def test_engines_sleep_and_pull_what_was_computed_before_and_after(make: Make) -> None:
     producer, consumer, expected = make("producer"), make("consumer"), bits(answer(make()))

@@ -105,7 +105,7 @@ NUMBERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow_combinations
+@pytest.mark.slow_except("folder-bfloat16", "tensors-bfloat16 int8", "tensors-float32")
 @pytest.mark.parametrize("options", NUMBERS, ids=lambda options: " ".join(options.values()))
 @pytest.mark.parametrize("is_given", [True, False], ids=["tensors", "folder"])
 def test_answers_are_those_of_an_engine_of_the_new_weights(
@@ -292,7 +292,7 @@ def test_trainers_call_the_worker(folders: tuple[Path, Path]) -> None:
         assert llm.weight_version == "2"
 
 
-@pytest.mark.slow_except("resume")
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", ["finish", "resume"])
 def test_streams_end_with_the_weights_that_were_wanted(
     folders: tuple[Path, Path], make: Make, requests: str

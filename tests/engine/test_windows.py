@@ -107,7 +107,7 @@ def whole(family: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> exactness
     return _WHOLE[family]
 
 
-QUICK = ("chunked", "cached", "overlapped, in little memory")
+QUICK = ("chunked", "overlapped, in little memory")
 
 
 @pytest.mark.slow_combinations

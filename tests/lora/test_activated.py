@@ -74,7 +74,7 @@ def test_what_the_model_computed_before_the_invocation_is_used_and_nothing_behin
     assert _answer(llm, PROMPT, adapters[2])[2] == 0, "one that is used for all tokens"
 
 
-@pytest.mark.slow_except("*max_num_batched_tokens*", "*block_size*", "*enable_chunked*")
+@pytest.mark.slow_except("*max_num_batched_tokens*")
 @pytest.mark.parametrize("options", [
     {"max_num_batched_tokens": 9, "max_num_seqs": 9}, {"enable_prefix_caching": False},
     {"block_size": 4}, {"enable_chunked_prefill": False}, {"dtype": "bfloat16"},

@@ -67,6 +67,7 @@ def _options(config: dict[str, Any], folder: Path, **options: Any) -> dict[str, 
     return {"model": str(folder), "max_logprobs": -1, "lora_experts": has_experts, **options}
 
 
+@pytest.mark.slow_except("experts-cpu", "qwen2-reference")
 @pytest.mark.parametrize("kernels", BACK_ENDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_adapters_of_everything_equal_merged_weights(

@@ -95,7 +95,7 @@ def test_answers_are_those_of_merged_weights(
                 assert mine[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=2e-3)
 
 
-@pytest.mark.slow_except("*max_loras*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -161,7 +161,7 @@ STORED["w8a8"] = (
 )
 
 
-@pytest.mark.slow_except("awq", "gptq", "fp8")
+@pytest.mark.slow_except("gptq")
 @pytest.mark.parametrize("form", STORED)
 def test_stored_in_a_public_format(form: str, original: Reading, tmp_path: Path) -> None:
     pack, config, budget = STORED[form]
@@ -180,7 +180,7 @@ GGUF = {
 and the budget."""
 
 
-@pytest.mark.slow_except("Q8_0", "Q4_K")
+@pytest.mark.slow_except("Q4_K")
 @pytest.mark.parametrize("form", GGUF)
 def test_stored_as_gguf(form: str, original: Reading, tmp_path: Path) -> None:
     head, budget = GGUF[form]

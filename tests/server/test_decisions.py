@@ -77,6 +77,7 @@ def test_an_input_can_be_a_conversation(client: openai.OpenAI) -> None:
     assert first.answers != second.answers
 
 
+@pytest.mark.slow
 def test_langchains_users_get_them_too(server: RunningServer, wanted: Three) -> None:
     decisions = pytest.importorskip("langchain_openai.decisions")
     with pytest.warns(Warning, match="is in beta"):

@@ -204,6 +204,7 @@ def test_everything_can_be_reached_with_the_tab_key(opened: Page) -> None:
     } <= reached
 
 
+@pytest.mark.slow
 def test_twenty_thousand_blocks_are_drawn_in_a_frame(opened: Page) -> None:
     cost = json.loads(
         opened.evaluate(

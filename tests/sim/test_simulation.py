@@ -41,7 +41,8 @@ def test_whatever_goes_wrong_every_answer_is_the_oracles(part: int) -> None:
         Simulation(make_scenario(seed, is_liveness=is_liveness)).run()
 
 
-@pytest.mark.parametrize("is_liveness", [_slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_liveness", [False, True])
 @pytest.mark.timeout(600)
 def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool) -> None:
     num_steps = num_ahead = 0
@@ -109,6 +110,7 @@ def _run_on_tiers(seed: int, folder: Path, *, has_faults: bool) -> list[TierStat
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_answers_are_the_oracles_where_blocks_are_stored_and_restored(tmp_path: Path) -> None:
     """Files are damaged, disks are full, and news is late."""

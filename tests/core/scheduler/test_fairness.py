@@ -39,10 +39,11 @@ def _saturate(run: Any, tenants: dict[str, tuple[float, int, int]], num_steps: i
     return computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("a", "b"),
     [
-        pytest.param((20, 6), (20, 6), id="alike", marks=pytest.mark.slow),
+        pytest.param((20, 6), (20, 6), id="alike"),
         pytest.param((60, 2), (5, 20), id="long prompts against long answers"),
     ],
 )

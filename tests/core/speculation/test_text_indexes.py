@@ -66,7 +66,7 @@ def test_a_match_of_any_length_is_followed() -> None:
         hint = end + 1 if length else -1
 
 
-@pytest.mark.slow_except("random")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["periodic", "random", "constant"])
 def test_an_index_grows_in_linear_time(kind: str) -> None:
     def text(length: int) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from examples.train_storyteller.abilities import repeated_share
 from examples.train_storyteller.grammar import StoryGrammar
 from examples.train_storyteller.tales import COMPOSED, THEMES, TaleComposer
@@ -21,6 +23,7 @@ def test_a_tale_names_all_that_is_in_its_request() -> None:
         assert any(noun in tale.topic for tale in tales)
 
 
+@pytest.mark.slow
 def test_requests_are_for_themes_for_many_and_for_whatever_may_stand_beside_a_hero() -> None:
     composer, rng = TaleComposer(NOUNS), random.Random(5)
     tales = {tale.topic: tale for tale in (composer.draw(rng) for _ in range(3000))}

@@ -122,7 +122,7 @@ def _integers(weight: Tensor, form: str) -> QuantizedWeight:
     return quantize(weight, IntegerFormat(bits, size, activations))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow_except("3-int8", "3-mxfp4")
+@pytest.mark.slow_except("3-int8")
 @pytest.mark.parametrize("form", ["int8", "int4", "W4A16", "mxfp4", "fp8"])
 @pytest.mark.parametrize("num_experts", [3, thorough(4)])
 def test_integers_agree_with_the_reference_and_company_changes_no_bit(

@@ -45,7 +45,7 @@ def attend(device: torch.device, move: Callable[[Any], Any]) -> Callable[..., Te
     return run
 
 
-@pytest.mark.slow_except("*-int8", "*-None")
+@pytest.mark.slow_except("*-None")
 @pytest.mark.parametrize(
     ("num_heads", "sizes", "dtype", "kv_format"),
     [

@@ -249,7 +249,7 @@ def test_thresholds_in_chunks(sampling: SamplingKernels, device: torch.device, s
     check_thresholds(sampling, device, logits, ScaledRows(row, max_logit[row], scale), filters)
 
 
-@pytest.mark.slow_except("chunks0-*")
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("count", [20, thorough(1), thorough(SIZE)])
 def test_the_best_in_chunks(sampling: SamplingKernels, device: torch.device, count: int) -> None:

@@ -42,6 +42,7 @@ def _told(chunks: list[dict[str, Any]]) -> tuple[str, str]:
     return text, drafted
 
 
+@pytest.mark.slow
 def test_runs_are_told_when_they_are_wanted(drafting: RunningServer) -> None:
     for _ in range(20):  # an answer that is given again is drafted, once drafting has been tried
         chunks = _chunks(drafting, draft_runs=True)
