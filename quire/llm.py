@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_text
 from quire.core.beam_params import BeamSearchParams
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.decisions.calls import DecisionCalls
@@ -492,4 +493,8 @@ def _template_source(given: str | Path) -> str:
             f"chat_template={text!r} is no file, and no template either: one has {{{{ }}}} "
             f"or {{% %}} in it"
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        return read_text(path, MAX_SETTINGS_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"chat_template={text!r} cannot be read: {reason}") from None

@@ -8,7 +8,6 @@ is found in the prefix cache but what the workload itself shares. Owns no engine
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.common.bounded_files import MAX_DATA_BYTES, open_lines
 from quire.errors import ConfigError
+from quire.sim.traces import NO_TRACE
 
 _EDGE = 16
 """Ids this close to either end of a vocabulary are left out: special tokens live there."""
@@ -150,20 +151,19 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
 
     Raises ConfigError for anything else.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with open_lines(path, MAX_DATA_BYTES) as lines:
             is_csv = ".csv" in path.suffixes
             records = csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines)
             pairs = [
                 (int(record["prompt_tokens"]), int(record["output_tokens"])) for record in records
             ]
-    except OSError as error:
-        raise ConfigError(f"the trace {path} cannot be read: {error.strerror or error}") from None
-    except (KeyError, ValueError, TypeError, EOFError) as error:
+    except NO_TRACE as error:
         raise ConfigError(
             f"{path} is not a trace with prompt_tokens and output_tokens ({type(error).__name__})"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error.strerror or error}") from None
     return [pair for pair in pairs if min(pair) > 0]
 
 

@@ -12,6 +12,8 @@ from io import TextIOWrapper
 from typing import Protocol
 
 from quire.cli.terminal import printable
+from quire.common.bounded_files import bounded_line
+from quire.errors import ConfigError
 
 Message = dict[str, str]
 
@@ -90,7 +92,7 @@ class ChatSession:
     def _read_lines(self) -> Iterator[str]:
         while True:
             try:
-                text = input("> " if self._is_terminal else "").strip()
+                text = (input("> ") if self._is_terminal else _next_line()).strip()
             except EOFError:
                 if self._is_terminal:
                     print(file=sys.stderr)
@@ -115,6 +117,17 @@ class ChatSession:
         self.messages.append({"role": "assistant", "content": answer.text})
         if self._is_verbose:
             print(_report(answer, time.monotonic() - started_s), file=sys.stderr)
+
+
+def _next_line() -> str:
+    """The next line of a pipe or file. Raises EOFError after the last one, and ConfigError."""
+    try:
+        line = bounded_line(sys.stdin)
+    except OSError as error:
+        raise ConfigError(f"standard input cannot be read: {error.strerror}") from None
+    if not line:
+        raise EOFError
+    return line
 
 
 def _show(text: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.common.bounded_files import read_whole
 from quire.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -22,13 +23,10 @@ def read_options(path: str) -> dict[str, Any]:
     """Return the file's keys, in its order, and their values. Raises ConfigError, with the line and
     column of what is wrong."""
     try:
-        with Path(path).expanduser().open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8")
+        text = read_whole(Path(path).expanduser(), MAX_BYTES).decode("utf-8")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={path!r} cannot be read: {error}") from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"config={path!r} is larger than {MAX_BYTES >> 20} MiB")
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config={path!r} cannot be read: {reason}") from None
     options = _read_toml(path, text) if path.endswith(".toml") else _read_yaml(path, text)
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
         raise ConfigError(

@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cli.parser import UsageError
 from quire.cli.text_lines import strict_stdin
+from quire.common.bounded_files import MAX_SETTINGS_BYTES, MAX_TEXT_BYTES, read_text
 from quire.engine.front.prompts import Prompt
 from quire.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
@@ -94,7 +94,9 @@ class ChatEncoder:
         if template_file is None:
             self._template = ChatTemplate.from_tokenizer(tokenizer)
         else:
-            self._template = ChatTemplate(_read_text(template_file), tokenizer.config.named_tokens)
+            self._template = ChatTemplate(
+                _read_text(template_file, MAX_SETTINGS_BYTES), tokenizer.config.named_tokens
+            )
             if not self._template.reads_messages:
                 raise ConfigError(f"{template_file} {SHOWS_NOTHING}")
 
@@ -107,7 +109,9 @@ class ChatEncoder:
 
 
 def _read_file(name: str) -> Iterable[NamedPrompt]:
-    lines = _read_text(name).split("\n")  # JSON and prose may hold other ends of lines
+    lines = _read_text(name, MAX_TEXT_BYTES).split(
+        "\n"
+    )  # JSON and prose may hold other ends of lines
     is_json = name.endswith(".jsonl")
     return [
         _parse_line(line, f"{name}:{number}") if is_json else NamedPrompt(line, line)
@@ -134,13 +138,16 @@ def _parse_line(line: str, place: str) -> NamedPrompt:
     )
 
 
-def _read_text(name: str) -> str:
+def _read_text(name: str, max_bytes: int) -> str:
     """The text of a file, or for - of standard input."""
     try:
         if name == "-":
             with strict_stdin() as stdin:
-                return stdin.read()
-        return Path(name).read_text(encoding="utf-8-sig")
+                text = stdin.read(max_bytes + 1)
+            if len(text) > max_bytes:
+                raise ConfigError(f"standard input holds more than {max_bytes >> 20} Mi characters")
+            return text
+        return read_text(name, max_bytes, encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

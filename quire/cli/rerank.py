@@ -15,7 +15,7 @@ from quire.cli.text_lines import (
     add_file_arguments,
     check_apart,
     lines_named,
-    read_lines,
+    read_all_lines,
 )
 
 EXAMPLES = """\
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top_n is not None and args.top_n < 1:
         raise UsageError(f"--top-n={args.top_n} must be at least 1; leave it out for all documents")
     check_apart(args.files, args.output)
-    lines = list(read_lines(args.files))
+    lines = read_all_lines(args.files)
     documents = [line.text for line in lines]
     options = engine_options(args)
     check_output(args.output)

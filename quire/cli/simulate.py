@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_whole
 from quire.config.limits import SchedulerLimits
 from quire.config.route import ROUTING_POLICIES
 from quire.core.step_cost import UnitCosts
@@ -210,7 +211,7 @@ def _simulate_fleet(args: argparse.Namespace) -> int:
 def _read_costs(path: Path) -> UnitCosts:
     """Return what an engine has learned of its steps. Raises ConfigError."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_whole(path, MAX_SETTINGS_BYTES))
         pairs = zip(record["estimate"], record["ratios"], strict=True)
         costs = UnitCosts(*(float(unit_s) * float(ratio) for unit_s, ratio in pairs))
     except (OSError, ValueError, KeyError, TypeError) as error:

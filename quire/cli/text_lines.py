@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from quire.cli.parser import UsageError
+from quire.common.bounded_files import MAX_TEXT_BYTES, bounded_lines, open_lines
 from quire.errors import RequestError
 
 _ENCODING = "utf-8-sig"
@@ -57,6 +58,21 @@ def read_lines(files: list[str]) -> Iterator[TextLine]:
         raise UsageError(f"{given}: no line has any text; give one text on each line")
 
 
+def read_all_lines(files: list[str]) -> list[TextLine]:
+    """Return the lines, for a command that needs all at once. Raises UsageError, also for more than
+    memory should hold."""
+    lines, num_chars = list[TextLine](), 0
+    for line in read_lines(files):
+        num_chars += len(line.text)
+        if num_chars > MAX_TEXT_BYTES:
+            raise UsageError(
+                f"{line.place}: the lines up to here have more than {MAX_TEXT_BYTES >> 20} Mi "
+                "characters; give fewer at once"
+            )
+        lines.append(line)
+    return lines
+
+
 def check_apart(files: list[str], output: str | None) -> None:
     """Raise UsageError for an output that is one of the files: opening it would empty it, also of
     the lines that are still to be read."""
@@ -79,7 +95,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _lines(name: str) -> Iterator[tuple[int, str]]:
-    with strict_stdin() if name == "-" else open(name, encoding=_ENCODING) as stream:
+    with _stdin_lines() if name == "-" else open_lines(name, encoding=_ENCODING) as stream:
         for number, line in enumerate(stream, 1):
             text = line.strip()
             if text:
@@ -97,6 +113,12 @@ def lines_named(lines: Sequence[TextLine], name: str) -> Iterator[None]:
         if found is not None:
             error.place = lines[int(found[1])].place
         raise
+
+
+@contextmanager
+def _stdin_lines() -> Iterator[Iterator[str]]:
+    with strict_stdin() as stdin:
+        yield bounded_lines(stdin)
 
 
 @contextmanager

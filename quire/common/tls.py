@@ -3,6 +3,8 @@ authority has signed."""
 
 from __future__ import annotations
 
+import errno
+import os
 import ssl
 from typing import NamedTuple
 
@@ -16,6 +18,9 @@ class TlsContexts(NamedTuple):
 
 def mutual_tls(certfile: str, keyfile: str | None, ca_file: str | None) -> TlsContexts:
     """Read the files. Raises OSError (`ssl.SSLError` is one) where they cannot be used."""
+    for name in filter(None, (certfile, keyfile, ca_file)):
+        if os.path.exists(name) and not os.path.isfile(name):  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "not a regular file", name)
     found = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
         context = ssl.SSLContext(protocol)

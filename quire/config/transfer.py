@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from quire.common.bounded_files import read_whole
 from quire.errors import ConfigError, NotAvailableError
 
 NAME = "kv_transfer_config"
@@ -206,8 +207,7 @@ class KVTransferConfig:
         if path is None:
             return b""
         try:
-            with Path(path).expanduser().open("rb") as file:
-                secret = file.read(_MAX_SECRET_BYTES).strip()
+            secret = read_whole(Path(path).expanduser(), _MAX_SECRET_BYTES).strip()
         except OSError as error:
             raise ConfigError(f"{NAME}: secret_file={path!r} cannot be read: {error}") from error
         if len(secret) < MIN_SECRET_BYTES:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.common.bounded_files import MAX_DATA_BYTES, open_lines
 from quire.common.numbers import ceil_div
 from quire.errors import ConfigError
 
@@ -116,10 +117,11 @@ class Trace:
 _FOLLOWING = list(range(1, _MAX_HASH_BLOCK))
 
 
-_NO_TRACE = (
+NO_TRACE = (
     KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error,
     EOFError, zlib.error, gzip.BadGzipFile,
 )  # fmt: skip
+"""What reading something else raises, besides OSError."""
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
@@ -131,13 +133,12 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} must be at least 1; leave it out for the whole trace")
-    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with open_lines(path, MAX_DATA_BYTES) as lines:
             requests = tuple(_read_requests(path, lines, limit))
     except FileNotFoundError:
         raise ConfigError(f"no trace file at {path}") from None
-    except _NO_TRACE as error:
+    except NO_TRACE as error:
         raise ConfigError(f"{path} is not a trace: {type(error).__name__} {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

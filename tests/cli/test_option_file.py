@@ -164,5 +164,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         parsed("--config", str(binary))
     large = tmp_path / "large.yaml"
     large.write_text("#" * (1 << 20) + "\n")
-    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+    with pytest.raises(ConfigError, match="more than 1 MiB"):
         parsed("--config", str(large))

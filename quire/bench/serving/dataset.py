@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.common.bounded_files import MAX_TEXT_BYTES, read_text
 from quire.errors import ConfigError
 from quire.sim.traces import Trace, read_trace
 
@@ -158,7 +159,8 @@ def file_dataset(path: Path, *, output_len: LengthRange, num_requests: int, seed
     """
     shape = random.Random(seed)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        text = read_text(path, MAX_TEXT_BYTES, encoding="utf-8-sig")
+        lines = [line for line in text.split("\n") if line.strip()]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

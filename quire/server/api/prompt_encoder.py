@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_text
 from quire.core.images import PlacedImage
 from quire.core.params import ThinkTags
 from quire.core.structure import StructuredOutputsParams
@@ -507,11 +507,10 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        source = read_text(path, MAX_SETTINGS_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template={path!r} cannot be read: {type(error).__name__}"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"chat_template={path!r} cannot be read: {reason}") from None
     if not ChatTemplate(source).reads_messages:
         raise ConfigError(f"chat_template={path!r} {SHOWS_NOTHING}")
     return source

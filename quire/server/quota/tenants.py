@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_text
 from quire.config.api import ApiConfig
 from quire.errors import ConfigError
 
@@ -193,7 +194,7 @@ def read_keys(config: ApiConfig, environment: str | None = None) -> KeyRing:
 def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:
     """Tenants and keys of a TOML file. Raises ConfigError; its message never holds a key."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(path, MAX_SETTINGS_BYTES))
     except OSError as error:
         raise ConfigError(f"api_keys_file={str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
