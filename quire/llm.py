@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_text
+from quire.core import checks
 from quire.core.beam_params import BeamSearchParams
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.decisions.calls import DecisionCalls
@@ -418,6 +419,8 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
     ) -> list[str]:
         """Add requests, all or none. Errors say which prompt they are about, as `places` call them
         (`prompts[0]` and so on), where there are several."""
+        if priority is not None and not isinstance(priority, list | tuple | range):
+            checks.refuse("priority", priority, "a list with one for each prompt")
         if priority is not None and len(priority) != len(prompts):
             raise InvalidParameterError(
                 f"{len(priority)} priorities for {len(prompts)} prompts", param="priority"

@@ -247,14 +247,46 @@ def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> Non
         storyteller.beam_search(
             "x", BeamSearchParams(beam_width=2, max_tokens=2, allowed_token_ids=[10**6])
         )
+    hello = [{"role": "user", "content": "hello"}]
     for messages in ("hello", ["hello"], [None], [["hello"]]):
         with pytest.raises(
             InvalidParameterError, match=r"a message is of type (str|NoneType); give"
         ):
             storyteller.chat(messages, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match=r"priority=5 is out of range; give a list"):
+        storyteller.generate("x", priority=5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match="tokenization_kwargs must be a dict"):
+        storyteller.generate("x", tokenization_kwargs=5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match="chat_template_kwargs has the name 1"):
+        storyteller.chat(hello, chat_template_kwargs={1: 1})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="runner='pooling'"):
         storyteller.embed("x")
     assert not storyteller.engine.has_work
+
+
+@pytest.mark.parametrize("priority", ["a", None, 1.5, float("nan"), True, 2**64])
+def test_a_priority_that_is_none_harms_no_request_beside_it(priority: Any) -> None:
+    """Ranks are compared with one another, for as long as a request waits."""
+    with LLM(STORYTELLER, scheduling_policy="priority", **OPTIONS) as llm:
+        params = SamplingParams(max_tokens=2)
+        with pytest.raises(InvalidParameterError, match=r"^prompts\[1\]: priority=.*integer"):
+            llm.generate(["a", "b"], params, use_tqdm=False, priority=[1, priority])
+        outputs = llm.generate(["a", "b"], params, use_tqdm=False, priority=[2, -3])
+    assert [each.outputs[0].finish_reason for each in outputs] == ["length"] * 2
+
+
+@pytest.mark.parametrize("request_id", [5, b"x", ["x"], object(), "\ud83d"])
+def test_names_of_requests_are_text(storyteller: LLM, request_id: Any) -> None:
+    engine = storyteller.llm_engine
+    with pytest.raises(InvalidParameterError, match=r"request_id=.* is out of range; give"):
+        engine.add_request(request_id, "x", SamplingParams(max_tokens=1))
+    assert not engine.has_unfinished_requests()
+    if not isinstance(request_id, str):
+        with pytest.raises(InvalidParameterError, match=r"request_id=.*a string, or several"):
+            engine.abort_request([request_id])
+    salted: Prompt = {"prompt": "x", "cache_salt": "\ud83d"}
+    with pytest.raises(InvalidParameterError, match=r"cache_salt=.* without lone surrogates"):
+        storyteller.generate(salted, use_tqdm=False)
 
 
 def test_public_names_are_exported_and_lazy() -> None:

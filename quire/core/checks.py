@@ -105,6 +105,28 @@ def strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:
     return entries
 
 
+def text(param: str, value: object) -> str:
+    """Return a string that can be sent to another process: a lone surrogate cannot."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            refuse(param, value, "valid Unicode, without lone surrogates")
+        return value
+    refuse(param, value, "a string")
+
+
+def request_ids(value: object) -> list[str]:
+    """Return the names of some requests, or one as such a list."""
+    listed: list[Any] = (
+        [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    )
+    for each in listed:
+        if not isinstance(each, str):
+            refuse("request_id", each, "a string, or several")
+    return listed
+
+
 def token_ids(param: str, values: object, max_len: int) -> list[int]:
     """Return a list of token ids, each from 0 to `MAX_TOKEN_ID`."""
     entries = entries_of(param, values, max_len)

@@ -282,7 +282,9 @@ class SamplingParams:
     def _check_stops(self) -> None:
         self.stop = checks.strings("stop", self.stop, (MAX_STOP_STRINGS, MAX_STOP_STRING_LEN))
         self.stop_token_ids = checks.token_ids(
-            "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
+            "stop_token_ids",
+            () if self.stop_token_ids is None else self.stop_token_ids,
+            MAX_STOP_TOKEN_IDS,
         )
         if self.stop and not self.detokenize:
             raise InvalidParameterError(

@@ -104,6 +104,8 @@ class PoolingParams:
             raise _invalid("dimensions", dimensions, f"a number from 1 to {MAX_DIMENSIONS}")
         if not isinstance(self.use_activation, bool | None):
             raise _invalid("use_activation", self.use_activation, "True, False or None")
+        if not isinstance(self.prompt_name, str | None):
+            raise _invalid("prompt_name", self.prompt_name, "a name, or None")
         if self.task is not None and self.task not in TASKS:
             raise _invalid("task", self.task, f"one of {', '.join(TASKS)}")
 
@@ -136,7 +138,7 @@ def read_truncation(keep: int | None, tokenization_kwargs: Mapping[str, Any] | N
     named = given.pop("truncate_prompt_tokens", None)
     if given:
         raise InvalidParameterError(
-            f"tokenization_kwargs has {', '.join(map(repr, sorted(given)))}; only "
+            f"tokenization_kwargs has {', '.join(map(repr, sorted(map(str, given))))}; only "
             "'truncate_prompt_tokens' is known",
             param="tokenization_kwargs",
         )

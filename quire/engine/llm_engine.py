@@ -16,6 +16,7 @@ from quire.common.residence import (
     check_version,
 )
 from quire.config.engine import EngineConfig
+from quire.core import checks
 from quire.core.beam_params import BeamSearchParams
 from quire.core.params import SamplingParams
 from quire.engine.assembly.builder import build_engine
@@ -92,7 +93,7 @@ class LLMEngine(BoundToProcess):
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests at once; unknown and finished ids are ignored."""
-        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+        for each in checks.request_ids(request_id):
             self._session.abort(each)
 
     def has_unfinished_requests(self) -> bool:

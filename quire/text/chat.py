@@ -348,6 +348,11 @@ def _compile(source: str, now: Callable[[], datetime]) -> Template:
 
 def _check_kwargs(kwargs: Mapping[str, object], named_tokens: Mapping[str, str]) -> None:
     for name, value in kwargs.items():
+        if not isinstance(name, str):
+            raise InvalidParameterError(
+                f"chat_template_kwargs has the name {str(name)[:100]}, which is no text",
+                param="chat_template_kwargs",
+            )
         if (
             name in _RESERVED
             or name in named_tokens

@@ -73,6 +73,8 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["a"]),
     ("stop_token_ids", 5),
+    ("stop_token_ids", 0),
+    ("stop_token_ids", ""),
     ("max_tokens", 0),
     ("max_tokens", 2**31),
     ("min_tokens", -1),

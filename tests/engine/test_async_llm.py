@@ -132,6 +132,23 @@ def test_an_id_in_use_is_refused_without_harm_to_its_owner(llm: AsyncLLM) -> Non
     assert sum(isinstance(each, list) and len(each) == 16 for each in outcomes) == 1
 
 
+def test_an_id_that_is_none_is_refused_without_harm_to_others(llm: AsyncLLM) -> None:
+    async def run(request_id: Any) -> str | None:
+        stream = llm.generate({"prompt_token_ids": [3, 4]}, _params(), request_id=request_id)
+        return [output async for output in stream][-1].outputs[0].finish_reason
+
+    async def all_of_them() -> Sequence[object]:
+        bad = [run(each) for each in (["x"], 5, object(), "\ud83d")]
+        outcomes = await asyncio.gather(run("good"), *bad, return_exceptions=True)
+        with pytest.raises(InvalidParameterError, match="request_id=5"):
+            await llm.abort([5])  # type: ignore[list-item]
+        return [*outcomes, await run(None)]
+
+    good, *refused, later = asyncio.run(all_of_them())
+    assert good == later == "length"
+    assert all(isinstance(each, InvalidParameterError) for each in refused)
+
+
 def test_a_dead_engine_ends_every_stream(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
     make_step, num_steps = llm._engine.step, 0
 

@@ -231,11 +231,17 @@ def test_calls_that_would_be_taken_for_others_are_refused(
         (lambda: llm.embed({"prompt": "a", "odd": 1}), "a prompt dict needs"),
         (lambda: llm.embed({"prompt": "a", "multi_modal_data": {"image": 1}}), "image"),
         (lambda: llm.embed("a", tokenization_kwargs=5), "tokenization_kwargs=5 must be a dict"),
+        (lambda: llm.embed("a", tokenization_kwargs={1: 1}), "tokenization_kwargs has '1'"),
+        (lambda: llm.embed("a", PoolingParams(prompt_name=[5])), r"prompt_name=\[5\] must be a"),  # type: ignore[arg-type]
         (lambda: llm.score(None, "a"), "data_1 must be a text or a list of texts, not NoneType"),
         (lambda: llm.score("a", {"b": 1}), "data_2 must be a text or a list of texts, not dict"),
     ):
         with pytest.raises(QuireError, match=said):
             call()  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'use_tdqm'; known are use_tqdm"
+    ):
+        llm.embed("a", use_tdqm=False)
     prompt, _ = llm._pooling.preparer("embed")({"prompt": "a", "cache_salt": "s"}, PoolingParams())
     assert prompt["cache_salt"] == "s"
 

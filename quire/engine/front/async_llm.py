@@ -25,6 +25,7 @@ from quire.common.residence import (
     check_version,
 )
 from quire.config.engine import EngineConfig
+from quire.core import checks
 from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
 from quire.core.pooling import PoolingParams, PoolingTask, check_task, read_truncation
@@ -172,7 +173,9 @@ class AsyncLLM(BoundToProcess):
             raise UnavailableError("the engine is asleep", state="sleeping", retry_after_s=5)
         adapter = await self._version_of(lora_request)
         request_id = (
-            request_id if request_id is not None else f"async-{next(self._request_numbers)}"
+            f"async-{next(self._request_numbers)}"
+            if request_id is None
+            else checks.text("request_id", request_id)
         )
         stream = Stream()
         self._link.begin(
@@ -194,7 +197,7 @@ class AsyncLLM(BoundToProcess):
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several; their streams end with what there is."""
-        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+        for each in checks.request_ids(request_id):
             self._link.abort(each)
 
     async def pause_generation(

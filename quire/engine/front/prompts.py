@@ -252,9 +252,13 @@ AnyParams = TypeVar(
 def with_truncation(params: AnyParams, tokenization_kwargs: Mapping[str, Any] | None) -> AnyParams:
     """Return parameters with what `tokenization_kwargs` says of a prompt's length;
     NotAvailableError for what else it says."""
-    given = {
-        name: value for name, value in (tokenization_kwargs or {}).items() if value is not None
-    }
+    kwargs = {} if tokenization_kwargs is None else tokenization_kwargs
+    if not isinstance(kwargs, Mapping):
+        raise InvalidParameterError(
+            f"tokenization_kwargs must be a dict, not {type(kwargs).__name__}",
+            param="tokenization_kwargs",
+        )
+    given = {name: value for name, value in kwargs.items() if value is not None}
     keep = given.pop("truncate_prompt_tokens", None)
     if given:
         names = ", ".join(map(repr, sorted(map(str, given))))

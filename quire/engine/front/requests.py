@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.common.seeds import mix64
+from quire.core import checks
 from quire.core.adapters import Adapter
 from quire.core.content import Content, content_ids
 from quire.core.images import contents_of
@@ -29,6 +30,8 @@ from quire.errors import InvalidParameterError
 from quire.text.reasoning import ReasoningFormat, is_thinking
 from quire.text.tokenizer import Tokenizer
 
+MAX_PRIORITY = 2**63 - 1
+"""On either side of zero: what a message holds."""
 _TAIL = 64
 """Tokens at a prompt's end among which an opening think tag is searched for."""
 
@@ -80,14 +83,15 @@ class RequestBuilder:
         *,
         processors: tuple[str, ...] = (),
         adapter: Adapter | None = None,
+        priority: int = 0,
         **standing: Any,
     ) -> PreparedRequest:
         """Return a request for samples. Raises a RequestError.
 
         `processors` are the names of its logits processors, which only an executor can give;
         `adapter` is what it is answered with besides the model;
-        `standing` are fields of the spec that say how it is served beside others (`priority`,
-        `tenant`, `weight`).
+        `priority` and `standing` are fields of the spec that say how it is served beside others
+        (`tenant`, `weight`).
         """
         params = digest.params
         if digest.spec.pool is None:
@@ -114,6 +118,7 @@ class RequestBuilder:
             namespace=_namespace(prompt, adapter),
             transfer=transfer,
             arrival_s=self._clock(),
+            priority=checks.integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
             **standing,
         )
         spec = fit(spec, self._plan.limits)
@@ -207,7 +212,8 @@ def _contents(prompt: ParsedPrompt, adapter: Adapter | None) -> tuple[tuple[Cont
 def _namespace(prompt: ParsedPrompt, adapter: Adapter | None) -> Namespace:
     """What an activated adapter computes is told apart by the contents, so that what stands
     before its invocation is shared with the model."""
-    salt = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
+    given = prompt.cache_salt
+    salt = () if given is None else ("salt", checks.text("cache_salt", given))
     if adapter is None or adapter.invocation:
         return salt
     return (*salt, "adapter", adapter.digest)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from quire.core import checks
 from quire.core.beam_params import BeamSearchParams
 from quire.core.params import SamplingParams
 from quire.engine.front.adapters import ChosenAdapter
@@ -125,6 +126,8 @@ class Session:
     ) -> str:
         """Accept a request; returns its id, which is made up where none is given.
         Raises a RequestError."""
+        if request_id is not None:
+            checks.text("request_id", request_id)
         with self._shared.held() as engine:
             request_id = self._shared.enter(request_id, self)
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from quire.core.pooling import PoolingParams, PoolingTask, check_task, read_truncation
 from quire.engine.front.adapters import LoRARequests
@@ -60,6 +60,15 @@ class _Options:
     lora_request: LoRARequests = None
     tokenization_kwargs: Mapping[str, Any] | None = None
 
+    @classmethod
+    def of(cls, given: PoolingOptions) -> Self:
+        """Raises TypeError, as Python does, for what is none of them."""
+        for name in given:
+            if name not in cls.__slots__:
+                known = ", ".join(cls.__slots__)
+                raise TypeError(f"got an unexpected keyword argument {name!r}; known are {known}")
+        return cls(**given)
+
     @property
     def keep(self) -> int | None:
         """Tokens to keep of each prompt, where a call says so."""
@@ -102,7 +111,7 @@ class PoolingCalls:
         and for models that make no vectors.
         """
         check_task(pooling_params, "embed")
-        outputs = self._pooled(prompts, pooling_params, "embed", _Options(**options))
+        outputs = self._pooled(prompts, pooling_params, "embed", _Options.of(options))
         return [
             output_of(EmbeddingRequestOutput, each, EmbeddingOutput(vectors_of(each)[0]))
             for each in outputs
@@ -116,7 +125,7 @@ class PoolingCalls:
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of classes, in order: `outputs.probs`."""
         check_task(pooling_params, "classify")
-        outputs = self._pooled(prompts, pooling_params, "classify", _Options(**options))
+        outputs = self._pooled(prompts, pooling_params, "classify", _Options.of(options))
         return [
             output_of(ClassificationRequestOutput, each, ClassificationOutput(vectors_of(each)[0]))
             for each in outputs
@@ -135,7 +144,7 @@ class PoolingCalls:
         task = pooling_task or _task_of(pooling_params) or self._pooling.default_task
         check_task(pooling_params, task)
         params = _one_each(pooling_params, len(as_prompts(prompts)))
-        outputs = self._pooled(prompts, pooling_params, task, _Options(**options))
+        outputs = self._pooled(prompts, pooling_params, task, _Options.of(options))
         return [
             output_of(PoolingRequestOutput, output, self._pooling.result(output, task, each))
             for output, each in zip(outputs, params, strict=True)
@@ -169,7 +178,7 @@ class PoolingCalls:
         """
         first, second = _pairs(data_1, data_2)
         check_task(pooling_params, "score")
-        params, given = pooling_params or PoolingParams(), _Options(**options)
+        params, given = pooling_params or PoolingParams(), _Options.of(options)
         self._pooling.check_instruction(instruction)
         if self._pooling.spec.late is not None:
             return self._late_scores(first, second, params, given)
