@@ -32,9 +32,10 @@ _BOUNDS = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"}
 )
 
-_SUBSCHEMA = frozenset({"additionalProperties", "additionalItems"})
+_ADDITIONAL, _PATTERNS = "additionalProperties", "patternProperties"
+_SUBSCHEMA = frozenset({_ADDITIONAL, "additionalItems"})
 _SUBSCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
-_NAMED_SUBSCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_NAMED_SUBSCHEMAS = frozenset({"properties", _PATTERNS, "$defs", "definitions"})
 _ENFORCED = frozenset(
     {
         "type",
@@ -113,46 +114,108 @@ def checked_schema(schema: object, param: str) -> str:
     if endless is not None:
         _refuse(
             param,
-            f"leads from {endless[:128]} back to itself by $ref alone, so that no value has an end",
+            f"leads from {endless[:128]} back to itself whatever is chosen, by $ref and what is "
+            "required, so that no value has an end",
         )
     return "{}" if decoded is True else text
 
 
 def _endless(places: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return where a schema is nothing but references to itself, of the schemas by their paths;
-    None where none is. The compiler would take it for one that a value may yet satisfy.
+    """Return where a schema needs itself, of the schemas by their paths; None where none does. The
+    compiler would take it for one that a value may yet satisfy, and an answer that has come to it
+    would never be over.
 
     A schema has an end if what it refers to and all of its `allOf` have, and one each of its
-    `anyOf` and `oneOf`; found out from those with an end on.
+    `anyOf` and `oneOf`, and one of the types that it allows: an object if all that it must have
+    has, an array if its first items have. The least fixed point, found out from those with an end
+    on; what is not certain to be needed is left out.
     """
-    waits_for: dict[str, set[str]] = {}
+    needs = {
+        part: needed for path, node in places.items() for part, needed in _needs(path, node).items()
+    }
+    waits_for = {path: set(needed) for path, needed in needs.items()}
     asked_by: dict[str, list[tuple[str, str]]] = {}
-    for path, node in places.items():
-        waits_for[path] = set()
-        for need, target in _needs(path, node):
-            if target in places:
-                waits_for[path].add(need)
-                asked_by.setdefault(target, []).append((path, need))
-            else:  # nothing that could lead back
-                asked_by.setdefault("", []).append((path, need))
-    ended = ["", *(path for path, needs in waits_for.items() if not needs)]
+    for path, needed in needs.items():
+        for need, targets in needed.items():
+            for target in targets:  # one that is no place could not lead back
+                asked_by.setdefault(target if target in needs else "", []).append((path, need))
+    ended = ["", *(path for path, needed in waits_for.items() if not needed)]
     while ended:
         for path, need in asked_by.get(ended.pop(), ()):
             if need in waits_for[path]:
                 waits_for[path].discard(need)
                 if not waits_for[path]:
                     ended.append(path)
-    return next((path for path, needs in waits_for.items() if needs), None)
+    at = next((path for path, needed in waits_for.items() if needed), None)
+    seen = set[str]()
+    while at is not None and at not in seen:  # on to a place that comes again
+        seen.add(at)
+        at = needs[at][min(waits_for[at])][0]
+    return None if at is None else at.removesuffix(_AS_OBJECT).removesuffix(_AS_ARRAY)
 
 
-def _needs(path: str, node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name of a need, a path that meets it); those of one name are alternatives."""
+_Needs = dict[str, list[str]]
+"""Needs by name, and the paths of which one must have an end to meet it; "" has one."""
+_AS_OBJECT, _AS_ARRAY = " as an object", " as an array"
+
+
+def _needs(path: str, node: Mapping[str, Any]) -> dict[str, _Needs]:
+    """Return what a schema needs, and what it needs to be an object or an array, by their paths."""
+    needs: _Needs = {}
     if isinstance(node.get("$ref"), str):
-        yield "$ref", node["$ref"]
-    for word in ("anyOf", "oneOf", "allOf"):
-        for number in range(len(node.get(word, ()))):
-            place = f"{path}/{word}/{number}"
-            yield place if word == "allOf" else word, place
+        needs["$ref"] = [node["$ref"]]
+    for word in ("anyOf", "oneOf"):
+        if node.get(word):
+            needs[word] = [f"{path}/{word}/{number}" for number in range(len(node[word]))]
+    for number in range(len(node.get("allOf", ()))):
+        needs[f"allOf/{number}"] = [f"{path}/allOf/{number}"]
+    kinds = node.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or "enum" in node or "const" in node:
+        return {path: needs}  # a number will do, or what is listed
+    forms = {"object": _AS_OBJECT, "array": _AS_ARRAY}
+    needs["type"] = [f"{path}{forms[kind]}" if kind in forms else "" for kind in map(str, kinds)]
+    return {
+        path: needs,
+        f"{path}{_AS_OBJECT}": dict(_needs_of_object(path, node)),
+        f"{path}{_AS_ARRAY}": dict(_needs_of_array(path, node)),
+    }
+
+
+def _needs_of_object(path: str, node: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    listed, required = node.get("properties", {}), node.get("required")
+    others = [f"{path}/patternProperties/{_token(name)}" for name in node.get(_PATTERNS, ())]
+    if node.get(_ADDITIONAL) is not False:
+        others.append(f"{path}/additionalProperties" if _ADDITIONAL in node else "")
+    names = dict.fromkeys(map(str, required)) if isinstance(required, list) else {}
+    yield from (
+        (f"required/{name}", [f"{path}/properties/{_token(name)}"])
+        for name in names
+        if name in listed
+    )
+    if others and names.keys() - listed.keys():
+        yield "required", others
+    least = node.get("minProperties")
+    if isinstance(least, int) and least > 0 and (listed or others):
+        yield "minProperties", [*(f"{path}/properties/{_token(name)}" for name in listed), *others]
+
+
+def _needs_of_array(path: str, node: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    least = node.get("minItems")
+    if not isinstance(least, int) or least < 1:
+        return
+    items = node.get("items")
+    keyword, rest = ("items", "additionalItems") if isinstance(items, list) else ("", "items")
+    first = items if isinstance(items, list) else node.get("prefixItems", [])
+    for number in range(min(least, len(first))):
+        yield f"items/{number}", [f"{path}/{keyword or 'prefixItems'}/{number}"]
+    if least > len(first):
+        yield "items", [f"{path}/{rest}" if rest in node else ""]
+
+
+def _token(name: str) -> str:
+    """Return a name as it stands in a path (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def closed_schema(schema: object, param: str, *, is_strict: bool) -> dict[str, Any] | bool:
@@ -265,10 +328,7 @@ def _children(path: str, node: object) -> Iterator[tuple[str, object]]:
         elif (keyword in _SUBSCHEMAS or keyword == "items") and isinstance(value, list):
             yield from ((f"{place}/{number}", each) for number, each in enumerate(value))
         elif keyword in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
-            yield from (
-                (f"{place}/{name.replace('~', '~0').replace('/', '~1')}", each)
-                for name, each in value.items()
-            )
+            yield from ((f"{place}/{_token(name)}", each) for name, each in value.items())
 
 
 def _check_keywords(node: Mapping[str, Any], path: str, param: str) -> None:

@@ -8,6 +8,7 @@ step can run away. See docs/decisions/0009-grammars.md.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 
 from quire.core.grammars import Grammar
 from quire.errors import InvalidParameterError
+from quire.grammar.endings import check_ends, reachable_from
+from quire.grammar.lark import START, UnknownNotationError, parse_lark
 from quire.grammar.lexemes import gbnf_to_lark
 
 WHITE_SPACE = r"( |\n {0,64})?"
@@ -41,6 +44,11 @@ _NO_FORCING = '%llguidance {"no_forcing": true}'
 """Else the library writes out at once what can only come: a million steps for `(a{1000}){1000}`,
 which no fuel counts."""
 _MAX_MESSAGE_LEN = 300
+_MAY_BE_EMPTY = re.compile(r"[&~]|\[\^[^\]]*\\[sSdDwWpP]")
+"""What can leave a regular expression without any text: intersections, complements, and classes
+without what a class has."""
+_MAX_DOUBTFUL = 32
+"""Such patterns of one grammar that are compiled by themselves, a millisecond each."""
 _T = TypeVar("_T")
 
 
@@ -117,9 +125,43 @@ def validate(grammar: Grammar) -> None:
     The vocabulary is one of single bytes: what it decides is cost alone.
     """
     matcher = compile_grammar(grammar, _byte_vocabulary())
-    matcher.compute_bitmask()
+    if grammar.kind == "lark":
+        _check_lark(grammar.text)
+    if _is_empty(matcher):
+        raise InvalidParameterError(
+            "structured_outputs: no text satisfies the grammar", param="structured_outputs"
+        )
     if matcher.is_error():
         raise InvalidParameterError(_message(matcher.get_error()), param="structured_outputs")
+
+
+def _check_lark(text: str) -> None:
+    """Refuse rules that no finite text satisfies, and patterns that none does at all. Raises
+    InvalidParameterError."""
+    try:
+        rules = parse_lark(text)
+    except UnknownNotationError:
+        return
+    if START in rules.nodes:
+        check_ends(rules.nodes, reachable_from(rules.nodes, START))
+    doubtful = [
+        (pattern, definitions)
+        for pattern, definitions in rules.patterns.items()
+        if _MAY_BE_EMPTY.search(f"{pattern}\n{definitions}")
+    ]
+    for pattern, definitions in doubtful[:_MAX_DOUBTFUL]:
+        alone = Grammar("lark", f"start: {pattern}\n{definitions}")
+        if _is_empty(compile_grammar(alone, _byte_vocabulary())):
+            raise InvalidParameterError(
+                f"structured_outputs: no text matches {pattern[:64]} of the grammar",
+                param="structured_outputs",
+            )
+
+
+def _is_empty(matcher: Any) -> bool:
+    """Whether nothing can come, at the start of a grammar."""
+    matcher.compute_bitmask()
+    return matcher.is_error() and "NoExtension" in matcher.get_error()
 
 
 @cache

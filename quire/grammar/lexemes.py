@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from quire.errors import InvalidParameterError
+from quire.grammar.endings import check_ends, reachable_from, refs_of
 from quire.grammar.gbnf import (
     EMPTY,
     ROOT,
@@ -76,11 +77,10 @@ class _Rules:
         self.sizes: dict[str, tuple[int, int]] = {}
         """Of regular rules: (atoms, nesting)."""
         self._find_regular()
-        self.reachable = self._reachable()
-        _check_ends(self.nodes, self.reachable)
+        check_ends(self.nodes, reachable_from(self.nodes, ROOT))
 
     def _find_regular(self) -> None:
-        waiting = {name: set(_refs(node)) for name, node in self.nodes.items()}
+        waiting = {name: set(refs_of(node)) for name, node in self.nodes.items()}
         users: dict[str, list[str]] = {name: [] for name in self.nodes}
         for name, refs in waiting.items():
             for ref in refs:
@@ -101,15 +101,6 @@ class _Rules:
                 waiting[user].discard(name)
                 if waiting[user] <= {user} and user not in self.sizes:
                     ready.append(user)
-
-    def _reachable(self) -> list[str]:
-        found, waiting = {ROOT: None}, [ROOT]
-        while waiting:
-            for ref in _refs(self.nodes[waiting.pop()]):
-                if ref not in found:
-                    found[ref] = None
-                    waiting.append(ref)
-        return list(found)
 
     def _measure(self, node: Node) -> tuple[int, int] | None:
         """(atoms, nesting) of a regular node; None for one that is not regular,
@@ -135,7 +126,7 @@ class _Rules:
             name = waiting.pop()
             if name not in found:
                 found[name] = self._cut(self.nodes[name], split)
-                waiting += _refs(found[name])
+                waiting += refs_of(found[name])
         return found
 
     def _cut(self, node: Node, split: Collection[Node] | None) -> Node:
@@ -191,15 +182,6 @@ class _Rules:
             yield group
 
 
-def _refs(node: Node) -> Iterator[str]:
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Ref):
-            yield node.name
-        waiting += children_of(node)
-
-
 def _without_itself(name: str, node: Node) -> Node | None:
     """Return a rule that goes on with itself at its end, or at its beginning, as a repetition;
     None for any other recursion."""
@@ -207,7 +189,7 @@ def _without_itself(name: str, node: Node) -> Node | None:
     others: list[tuple[Node, ...]] = []
     for option in _alternatives(node, name):
         items = option.items if isinstance(option, Seq) else (option,)
-        (own if any(name in _refs(item) for item in items) else others).append(items)
+        (own if any(name in refs_of(item) for item in items) else others).append(items)
     for at_end in (True, False):
         steps = [
             items[:-1] if at_end else items[1:]
@@ -216,7 +198,7 @@ def _without_itself(name: str, node: Node) -> Node | None:
         ]
         if (
             len(steps) == len(own)
-            and not any(name in _refs(Seq(step)) for step in steps)
+            and not any(name in refs_of(Seq(step)) for step in steps)
             and others
         ):
             again = Repeat(Alt(tuple(map(Seq, steps))), 0, None)
@@ -228,7 +210,7 @@ def _without_itself(name: str, node: Node) -> Node | None:
 def _alternatives(node: Node, name: str) -> list[Node]:
     """Return what a rule's body may be, one by one, as far as that brings the
     rule's own name to the surface."""
-    if name not in _refs(node):
+    if name not in refs_of(node):
         return [node]
     if isinstance(node, Alt):
         return [each for option in node.options for each in _alternatives(option, name)]
@@ -236,45 +218,13 @@ def _alternatives(node: Node, name: str) -> list[Node]:
         return [*_alternatives(node.body, name), EMPTY]
     if isinstance(node, Seq) and len(node.items) == 1:
         return _alternatives(node.items[0], name)
-    if isinstance(node, Seq) and name not in _refs(Seq(node.items[:-1])):
+    if isinstance(node, Seq) and name not in refs_of(Seq(node.items[:-1])):
         tails = _alternatives(node.items[-1], name)
         return [
             Seq((*node.items[:-1], *(tail.items if isinstance(tail, Seq) else (tail,))))
             for tail in tails
         ]
     return [node]
-
-
-def _check_ends(nodes: Mapping[str, Node], reachable: Collection[str]) -> None:
-    """Refuse rules that no finite text satisfies, where an answer would never end."""
-    users: dict[str, set[str]] = {name: set() for name in nodes}
-    for name in reachable:
-        for ref in _refs(nodes[name]):
-            users[ref].add(name)
-    ending: set[str] = set()
-    waiting = deque(reachable)
-    while waiting:
-        name = waiting.popleft()
-        if name not in ending and _can_end(nodes[name], ending):
-            ending.add(name)
-            waiting += users[name]
-    endless = [name for name in reachable if name not in ending]
-    if endless:
-        message = (
-            f"the rule {endless[-1][:64]!r} of the grammar can never come to an end: each way "
-            "through it leads back to it"
-        )
-        raise InvalidParameterError(f"structured_outputs: {message}", param="structured_outputs")
-
-
-def _can_end(node: Node, ending: Collection[str]) -> bool:
-    if isinstance(node, Ref):
-        return node.name in ending
-    if isinstance(node, Alt):
-        return any(_can_end(option, ending) for option in node.options)
-    if isinstance(node, Repeat) and node.low == 0:
-        return True
-    return all(_can_end(child, ending) for child in children_of(node))
 
 
 # Writing it down.
