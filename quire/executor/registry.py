@@ -67,9 +67,10 @@ def _ranks(places: RankPlaces, spec: ExecutorSpec) -> Executor:
 
 
 def _local(host: str | None, spec: ExecutorSpec) -> Executor:
+    from quire.parallel.fork_server import can_fork
     from quire.parallel.processes import LocalPlaces
 
-    return _ranks(LocalPlaces(spec.rank_command, host), spec)
+    return _ranks(LocalPlaces(spec.rank_command, host, can_fork=can_fork()), spec)
 
 
 def _ray(spec: ExecutorSpec) -> Executor:

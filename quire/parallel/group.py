@@ -98,6 +98,7 @@ class RankGroup:
             self._transport.connect(self._check, deadline_s)
             for each in self._processes:
                 each.wait_ready(deadline_s)
+            self._places.settle()
         except BaseException:
             self._end()
             raise

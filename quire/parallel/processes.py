@@ -16,10 +16,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from quire.common.watch_clock import WatchClock
 from quire.errors import ConfigError, EngineError
+from quire.parallel.fork_server import SharedServer
 
 BEAT_INTERVAL_S = 0.25
 LOADING_SILENCE_S = 60.0
@@ -63,40 +64,88 @@ class RankPlaces(Protocol):
     def start(self, start: Mapping[str, Any], filenos: Sequence[int]) -> RankHandle:
         """Start a rank, and return at once. Raises EngineError where it cannot be."""
 
+    def settle(self) -> None:
+        """Prepare, in the background, for ranks to be started anew: those that were are ready."""
+
     def close(self) -> None:
         """Give back what was taken for them. Idempotent."""
+
+
+class Process(Protocol):
+    """What is needed of a process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The pipe to its standard input."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The pipe from its standard output."""
+
+    def poll(self) -> int | None:
+        """Return None while it runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Wait until it has ended. Raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
 
 
 class LocalPlaces:
     """Processes of this host. Implements `RankPlaces`."""
 
-    def __init__(self, command: Sequence[str], host: str | None = None) -> None:
-        """With a `host`, they share no memory, and have this address, too."""
-        self._command, self.host = tuple(command), host
+    def __init__(
+        self, command: Sequence[str], host: str | None = None, *, can_fork: bool = False
+    ) -> None:
+        """With a `host`, they share no memory, and have this address, too. `can_fork`: `command`
+        makes a fork server, too, which starts them once it is there."""
+        self._command, self.host, self._can_fork = tuple(command), host, can_fork
+        self._server: SharedServer | None = None
 
     def start(self, start: Mapping[str, Any], filenos: Sequence[int]) -> RankProcess:
-        return RankProcess(self._command, {**start, "host": self.host}, filenos)
+        process: Process | None = None
+        try:
+            if self._can_fork:
+                process = SharedServer.fork(self._command, filenos)
+            if process is None:
+                process = spawn(self._command, filenos)
+        except OSError as error:
+            raise EngineError(f"a rank cannot be started: {type(error).__name__}") from error
+        return RankProcess(process, {**start, "host": self.host})
+
+    def settle(self) -> None:
+        """See `RankPlaces.settle`."""
+        if self._server is not None:
+            self._server.prepare()
+        elif self._can_fork:
+            self._server = SharedServer(self._command)
 
     def close(self) -> None:
-        return  # they have nothing but their processes
+        """See `RankPlaces.close`."""
+        if self._server is not None:
+            self._server.release()
+
+
+def spawn(command: Sequence[str], filenos: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a rank's process by its command. Raises OSError."""
+    return subprocess.Popen(
+        list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
+        pass_fds=filenos,
+        # not the terminal's, whose Ctrl-C is for this process; but of its session, so that
+        # the system wakes a rank that is stopped when this process ends, and it ends, too
+        process_group=0,
+    )  # fmt: skip
 
 
 class RankProcess:
     """One rank's process on this host. Implements `RankHandle`."""
 
-    def __init__(
-        self, command: Sequence[str], start: Mapping[str, Any], filenos: Sequence[int]
-    ) -> None:
-        try:
-            self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
-                pass_fds=filenos,
-                # not the terminal's, whose Ctrl-C is for this process; but of its session, so that
-                # the system wakes a rank that is stopped when this process ends, and it ends, too
-                process_group=0,
-            )  # fmt: skip
-        except OSError as error:
-            raise EngineError(f"a rank cannot be started: {type(error).__name__}") from error
+    def __init__(self, process: Process, start: Mapping[str, Any]) -> None:
+        """Tell a process what to build."""
+        self._process = process
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_ready = False
         self._patience_s = max(LOADING_SILENCE_S, start.get("silence_s", 0.0))

@@ -184,6 +184,9 @@ class RayPlaces:
         except (ray.exceptions.RayError, ValueError) as error:
             raise EngineError(f"Ray cannot start a rank: {type(error).__name__}") from error
 
+    def settle(self) -> None:
+        """See `RankPlaces.settle`: each actor has a process of its own, and ends with its rank."""
+
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None and self._is_own:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from engines import run_all
 from ports import reserved_port
+from ranks import SIZES_OF_GROUPS, hold_fork_server
 
 from quire.common.pages import CAN_DISCARD
 from quire.config.engine import EngineConfig
@@ -67,6 +68,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 "kv_connector_extra_config": extra,
                 **transfer,
             }
+        if any(name in options for name in SIZES_OF_GROUPS):
+            hold_fork_server()
         engine = build_engine(EngineConfig(model=str(folder), **settings | options))
         engines.append(engine)
         return engine

@@ -21,7 +21,7 @@ from adapters import (
     write_model,
     write_whole_adapter,
 )
-from ranks import needs_ranks, ranks_of
+from ranks import hold_fork_server, needs_ranks, ranks_of
 from safetensors.torch import load_file, save_file
 from torch import arange, ones
 
@@ -29,6 +29,12 @@ from quire import LoRARequest, SamplingParams, TokensPrompt
 from quire.kernels.lora import LoraPart, LoraWeight
 from quire.lora.cutting import cut_outputs
 from quire.models.declaration import DecoderSpec
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> None:
+    hold_fork_server()
+
 
 PROMPTS = [list(range(3, 3 + count)) for count in (5, 70, 12, 33)]
 
@@ -62,6 +68,7 @@ def answers(llm: Any, adapters: list[LoRARequest | None]) -> list[Any]:
 
 
 @needs_ranks
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sizes", "backend"),
@@ -105,6 +112,7 @@ def test_divided_models_serve_adapters_with_the_same_bits(
 
 
 @needs_ranks
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.slow
 def test_new_processes_load_an_adapter_from_where_its_files_are_by_then(
     make_llm: MakeLLM, tmp_path: Path, spec: DecoderSpec
@@ -128,6 +136,7 @@ def test_new_processes_load_an_adapter_from_where_its_files_are_by_then(
 
 
 @needs_ranks
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -183,6 +192,7 @@ def _keep(folder: Path, pattern: str) -> None:
 
 
 @needs_ranks
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.slow
 def test_divided_models_serve_adapters_of_what_else_there_is_with_the_same_bits(
     make_llm: MakeLLM, tmp_path: Path

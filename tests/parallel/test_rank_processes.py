@@ -16,12 +16,12 @@ from stopped import has_ended, state_of
 
 from quire.errors import ConfigError, EngineError
 from quire.parallel import processes
-from quire.parallel.processes import RankProcess
+from quire.parallel.processes import RankProcess, spawn
 
 
 @contextmanager
 def rank(script: str) -> Iterator[RankProcess]:
-    process = RankProcess((sys.executable, "-c", f"import json, time\n{script}"), {}, ())
+    process = RankProcess(spawn((sys.executable, "-c", f"import json, time\n{script}"), ()), {})
     try:
         yield process
     finally:
@@ -60,9 +60,9 @@ def test_one_that_says_nothing_while_it_is_loading_is_lost_and_a_slow_one_is_not
 
 PARENT = """
 import os, signal, sys, time
-from quire.parallel.processes import RankProcess
+from quire.parallel.processes import RankProcess, spawn
 serve = "import sys; print('{\\"ready\\": true}', flush=True); sys.stdin.read()"
-process = RankProcess((sys.executable, "-c", serve), {}, ())
+process = RankProcess(spawn((sys.executable, "-c", serve), ()), {})
 process.wait_ready(time.monotonic() + 60.0)
 os.kill(process.pid, signal.SIGSTOP)
 print(process.pid, flush=True)

@@ -73,7 +73,8 @@ class Node:
         return faults.tree(self.pid) if self.is_running else []
 
     def processes(self) -> dict[str, int]:
-        """They by name: its own one by the node's, `engine` and `rank` of it with their numbers."""
+        """They by name: its own one by the node's, `engine`, `rank` and `fork server` of it with
+        their numbers."""
         found, counts = {self.name: self.pid}, dict[str, int]()
         for pid in self.pids()[1:]:
             for module, kind in (
@@ -81,6 +82,8 @@ class Node:
                 ("quire.engine.ranks", "rank"),
             ):
                 if module in faults.arguments(pid):
+                    if faults.short_name(pid) == "quire-forks":
+                        kind = "fork server"
                     number = counts[kind] = counts.get(kind, -1) + 1
                     found[f"{self.name} {kind} {number}"] = pid
         return found

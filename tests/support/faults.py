@@ -51,6 +51,14 @@ def arguments(pid: int) -> list[str]:
         return []
 
 
+def short_name(pid: int) -> str:
+    """The name that a process has given itself; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def connections(pids: Iterable[int]) -> list[Connection]:
     """The established TCP connections of processes, by their descriptors."""
     ends = {}

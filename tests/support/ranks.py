@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.assembly.builder import build_engine
 from quire.engine.loop.engine import Engine
+from quire.engine.ranks import RANK_COMMAND
 from quire.executor.ranks import RanksExecutor
 from quire.kernels import cpu
+from quire.parallel.fork_server import SharedServer, can_fork
 
 needs_ranks = pytest.mark.skipif(
     cpu.IMPORT_ERROR is not None or not hasattr(os, "memfd_create"),
@@ -27,6 +30,7 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 260, "max_position_embeddings": 256,
 }  # fmt: skip
+SIZES_OF_GROUPS = ("tensor_parallel_size", "pipeline_parallel_size")
 REQUESTS: Mapping[str, tuple[list[int], dict[str, Any]]] = {
     "greedy": ([5, 6, 7, 8], {"temperature": 0.0, "logprobs": 3}),
     "drawn": (list(range(9, 60)), {"seed": 3, "logprobs": 2}),
@@ -41,7 +45,21 @@ def write_model(folder: Path, name: str, **sizes: int) -> Path:
     return folder
 
 
-def build(folder: Path, **options: Any) -> Engine:
+@lru_cache
+def hold_fork_server() -> SharedServer | None:
+    """Have one fork server for all engines of this process, and wait until it is there: each rank
+    would import torch anew, and the tests start hundreds."""
+    if not can_fork():
+        return None
+    server = SharedServer(RANK_COMMAND)
+    assert server.wait_ready(120.0)
+    return server
+
+
+def build(folder: Path, *, holds: bool = True, **options: Any) -> Engine:
+    """`holds`: ranks are forked from the first one on."""
+    if holds and any(options.get(name, 1) > 1 for name in SIZES_OF_GROUPS):
+        hold_fork_server()
     given = {"kv_cache_memory": "4MiB", "num_threads": 1, "max_num_batched_tokens": 32} | options
     return build_engine(
         EngineConfig.from_options(

@@ -1,5 +1,9 @@
 """`python -m quire.engine.ranks`: one rank. Told what to build by a line of JSON on its standard
-input, and over when that is closed."""
+input, and over when that is closed.
+
+With `--fork N` it forks such ranks instead, as it is asked to by descriptor N
+(`quire.parallel.fork_server`).
+"""
 
 from __future__ import annotations
 
@@ -10,38 +14,33 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 from quire.common.failures import is_final, log_failure
-from quire.common.file_states import check_unchanged
-from quire.config.engine import EngineConfig
 from quire.errors import QuireError
+from quire.parallel.fork_server import FORK, serve_forks
 from quire.parallel.processes import BEAT_INTERVAL_S
-
-if TYPE_CHECKING:
-    from quire.core.adapters import AdapterOrder
-    from quire.kernels.exchange import Exchange
-    from quire.kernels.lora import PackedAdapter
-    from quire.nn.decoder import DecoderModel
-    from quire.parallel.adapters import FollowedAdapters
-    from quire.parallel.sections import Sections
-    from quire.parallel.shared_memory import SharedMemory
-    from quire.worker.memory import KVMemory
 
 logger = logging.getLogger(__name__)
 _MAX_ERROR_CHARS = 4096
 """Of which JSON makes six bytes each at most: a fraction of the longest answer that is read."""
-_ALL_MEMORY = 1 << 60
-"""What fits was decided where the group was planned; some of it is taken by now."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Serve until rank 0 is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if arguments and arguments[0] == FORK:
+        environment = serve_forks(int(arguments[1]), _import)
+        if environment is None:
+            return 0
+        os.environ.clear()
+        os.environ.update(environment)
+    return _run_rank()
+
+
+def _run_rank() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     start = json.loads(sys.stdin.readline())
@@ -68,117 +67,14 @@ def main() -> int:
     return 0
 
 
+def _import() -> None:
+    import quire.engine.ranks.building  # noqa: F401
+
+
 def _build(start: Mapping[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Build what rank 0 describes, and begin to give signs of life. Returns what serves, and what
-    ends all this."""
-    from quire.engine.assembly.builder import (
-        adapter_loader,
-        adapter_table,
-        kv_memory,
-        part_of,
-        select,
-    )
-    from quire.engine.assembly.loading import load_model
-    from quire.engine.assembly.preparation import plan_engine
-    from quire.engine.assembly.threads import set_num_threads
-    from quire.engine.plan.machine import Machine
-    from quire.engine.ranks.launch import facts
-    from quire.parallel.sections import GroupShape
-    from quire.parallel.transports import GroupMemory, join
+    from quire.engine.ranks.building import build_rank  # which takes seconds
 
-    shape = GroupShape(start["num_stages"], start["num_ranks"])
-    membership = join(
-        start, GroupMemory(shape, start["command_bytes"], start["silence_s"]), facts()
-    )
-    sections = membership.sections
-    stage, rank = divmod(start["rank"], shape.num_ranks)
-    shared, exchange = sections.exchange(stage, rank)
-    place = _Place(stage, rank, shared, exchange)
-    connect = _connect(sections, place)
-    is_over = threading.Event()
-
-    def beat() -> None:
-        while not is_over.wait(BEAT_INTERVAL_S):
-            sections.beat()
-
-    sections.beat()
-    threading.Thread(target=beat, name="quire-beat", daemon=True).start()
-    check_unchanged(start["files"], are_copies=start["are_copies"])
-    config = EngineConfig.from_options(start["model"], start["options"])
-    machine = replace(Machine.inspect(), available_memory=_ALL_MEMORY)
-    planned = plan_engine(config, machine)
-    set_num_threads(planned.plan.num_threads)
-    part = part_of(planned.plan, None if shape.num_ranks == 1 else exchange, stage)
-    kernels = select(planned.plan).kernels
-    loader = adapter_loader(planned.plan, kernels, part)
-    load = None if loader is None else loader.load
-    table = adapter_table(planned.plan, load)  # so that projections take adapters
-    model = load_model(planned, kernels, table, part).decoder
-    if loader is not None:
-        loader.model = model.weights
-    check_unchanged(start["files"], are_copies=start["are_copies"])  # also while they were read
-    memory = kv_memory(planned.plan, model)
-    membership.connect()
-
-    def end() -> None:
-        is_over.set()
-        membership.close()
-
-    return partial(connect, model, memory, _followed(load)), end
-
-
-def _followed(load: Callable[[AdapterOrder], PackedAdapter] | None) -> FollowedAdapters:
-    from quire.core.adapters import AdapterOrder
-    from quire.parallel.adapters import FollowedAdapters
-
-    if load is None:
-        return FollowedAdapters()
-    return FollowedAdapters(lambda files: load(AdapterOrder(files.digest, files.folder)))
-
-
-class _Place(NamedTuple):
-    """Which of the group's processes this is, and what the ranks of its stage share."""
-
-    stage: int
-    rank: int
-    shared: SharedMemory
-    exchange: Exchange
-
-
-def _connect(
-    sections: Sections, place: _Place
-) -> Callable[[DecoderModel, KVMemory, FollowedAdapters], None]:
-    """Return what serves with a model, until the first process is gone. Signs of life are given on
-    all ways in and out from now on, as far as there are connections."""
-    from quire.executor.divided_memory import LaterBlocks
-    from quire.executor.follower import Follower, StageFollower
-    from quire.parallel.sections import ROUND_S
-
-    shape, (stage, rank, shared, exchange) = sections.shape, place
-    if stage == 0:
-        return lambda model, memory, adapters: Follower(
-            model, memory, adapters, shared, exchange
-        ).serve(lambda: True)
-    is_last = stage == shape.num_stages - 1
-    source = sections.receiver(stage, rank)
-    next_stage = sections.sender(stage + 1) if rank == 0 and not is_last else None
-    results = sections.result_sender() if rank == 0 and is_last else None
-    # the first process may be stopped, by Ctrl-Z, as long as one likes; no other one is
-    wait_s = ROUND_S if stage == 1 else -1.0
-
-    def serve(model: DecoderModel, memory: KVMemory, adapters: FollowedAdapters) -> None:
-        if next_stage is not None:
-            next_stage.greet()
-        caches = model.caches
-        assert caches is not None, "a stage that does not know its caches"
-        blocks = LaterBlocks(memory, stage, rank, None if shape.num_ranks == 1 else exchange)
-        follower = StageFollower(
-            model, memory, adapters, source, caches, blocks,
-            next_stage=next_stage, results=results, is_last=is_last,
-        )  # fmt: skip
-        follower.serve(lambda: True, wait_s)
-
-    return serve
+    return build_rank(start)
 
 
 @contextlib.contextmanager
@@ -212,4 +108,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
