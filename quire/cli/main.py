@@ -75,6 +75,10 @@ COMMANDS = {
     ),
 }
 """Subcommands by name; a name of two words is a subcommand of a group."""
+_GROUPS = {
+    "bench": "Measure the engine on this machine.",
+    "plugin": "List and check the devices that other packages bring.",
+}
 
 EXAMPLES = """\
 examples:
@@ -146,8 +150,19 @@ def _run(name: str, argv: list[str]) -> int:
     except SystemExit:  # --help has been printed
         return 0
     _configure_streams()
+    _check_folder()
     result: int = module.run(args)
     return result
+
+
+def _check_folder() -> None:
+    """Raise UsageError where the working folder is gone: libraries end the process then."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working folder cannot be used ({error.strerror}); change to another one"
+        ) from None
 
 
 def _names(group: str | None) -> list[str]:
@@ -165,11 +180,7 @@ def _overview(group: str | None) -> Parser:
         for name, command in COMMANDS.items()
         if name.startswith(prefix)
     }
-    title = (
-        "Quire: LLM inference on paged attention."
-        if group is None
-        else "Measure the engine on this machine."
-    )
+    title = "Quire: LLM inference on paged attention." if group is None else _GROUPS[group]
     listing = "\n".join(f"  {name:<17} {command.help}" for name, command in chosen.items())
     parser = Parser(f"quire {prefix}".strip(), f"{title}\n\ncommands:\n{listing}", is_overview=True)
     parser.epilog = (

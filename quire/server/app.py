@@ -33,7 +33,12 @@ from quire.server.api.openai.file_store import FileStore
 from quire.server.api.openai.files import Files
 from quire.server.api.openai.listing import FileListing, Listing
 from quire.server.api.openai.models import Models
-from quire.server.api.openai.responses import InputTokensRequest, ResponseRequest, Responses
+from quire.server.api.openai.responses import (
+    InputTokensRequest,
+    KeptQuery,
+    ResponseRequest,
+    Responses,
+)
 from quire.server.api.pooling.scores import RerankRequest, ScoreRequest, TextScores
 from quire.server.api.pooling.vectors import (
     ClassifyRequest,
@@ -141,7 +146,7 @@ def _generation_routes(
         _get("/v1/models/{model:path}", models.get),
         _post("/v1/responses", responses.post, ResponseRequest),
         _post("/v1/responses/input_tokens", responses.input_tokens, InputTokensRequest),
-        _get("/v1/responses/{response_id}", responses.get),
+        _get("/v1/responses/{response_id}", responses.get, KeptQuery),
         _delete("/v1/responses/{response_id}", responses.delete),
         _get("/v1/responses/{response_id}/input_items", responses.input_items, Listing),
         _post("/v1/responses/{response_id}/cancel", responses.cancel),

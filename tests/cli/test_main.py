@@ -115,6 +115,25 @@ def test_unknown_option_is_refused_with_a_suggestion(capsys: pytest.CaptureFixtu
     assert "did you mean --version?" in refusal(capsys, ["--versoin"])
 
 
+def test_groups_say_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for group, said in (("bench", "Measure the engine"), ("plugin", "other packages bring")):
+        assert main([group, "--help"]) == 0
+        assert said in capsys.readouterr().out.partition("commands:")[0]
+
+
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    """The matrix library ends the process in it."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); import quire.__main__ as m; sys.exit(m.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", "quire-storyteller", "-p", "x"],
+        cwd=gone, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "the working folder cannot be used" in done.stderr
+
+
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "generate" in capsys.readouterr().err

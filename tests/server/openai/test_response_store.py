@@ -86,6 +86,16 @@ def test_a_client_cannot_choose_under_which_id_an_answer_is_kept() -> None:
         assert http.get(f"/v1/responses/{answers[-1]['id']}").json() == answers[-1]
 
 
+def test_a_kept_answer_is_given_in_one_piece() -> None:
+    """A client that asks for a stream would wait for events in what it gets."""
+    with serve(FakeClient()) as server, httpx.Client(base_url=server.url) as http:
+        answer = http.post("/v1/responses", json={"input": "x"}).json()
+        path = f"/v1/responses/{answer['id']}"
+        assert http.get(path, params={"stream": "false"}).json() == answer
+        refused = http.get(path, params={"stream": "true"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
+
+
 def test_what_was_asked_is_listed_in_parts() -> None:
     messages = [{"role": "user", "content": f"part {number}"} for number in range(5)]
     with serve(FakeClient()) as server, httpx.Client(base_url=server.url) as http:

@@ -125,6 +125,12 @@ class ResponseRequest(CommonFields, kw_only=True):
     context_management: Any = None
 
 
+class KeptQuery(msgspec.Struct, kw_only=True):
+    """How a kept answer is to come."""
+
+    stream: Literal["true", "false"] = "false"
+
+
 class InputTokensRequest(msgspec.Struct, kw_only=True):
     """What decides a prompt, all of it optional."""
 
@@ -234,6 +240,8 @@ class Responses:
     async def get(self, request: Request) -> Response:
         """Return an answer that was kept."""
         call = call_of(request)
+        if query_of(request, KeptQuery).stream == "true":
+            raise unavailable_feature("stream", "an answer that was kept is given in one piece")
         kept = self._store.get(call.tenant.name, request.path_params["response_id"])
         return await off_loop(kept.num_bytes, lambda: json_response(call, kept.body))
 
