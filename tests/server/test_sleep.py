@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from batching import begin, client_of, results, wait
 from safetensors.torch import load_file, save_file
 from servers import serve_model
 
@@ -60,6 +62,36 @@ def test_a_stream_goes_on_after_waking_and_others_wait() -> None:
         for thread in (reader, waiter):
             thread.join(60)
         assert "".join(pieces) == expected == late[0].json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_lines_of_a_batch_wait_or_are_sent_again_after_a_long_sleep(tmp_path: Path) -> None:
+    timeout_s = 5.0
+    limits = ApiConfig(data_folder=str(tmp_path), request_timeout_s=timeout_s, max_batch_lines=4)
+    with serve_model(limits) as server, client_of(server) as client:
+        bodies = [{**BODY, "prompt": f"Once upon a time {number}"} for number in range(24)]
+
+        def answered(body: dict[str, object]) -> str:
+            answer = httpx.post(f"{server.v1}/completions", json=body, timeout=60).json()
+            return str(answer["choices"][0]["text"])
+
+        expected = {f"r{number}": answered(body) for number, body in enumerate(bodies)}
+        url = "/v1/completions"
+        text = "\n".join(
+            json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
+            for name, body in zip(expected, bodies, strict=True)
+        )
+        batch = begin(client, text, url)
+        wait(client, batch.id, "in_progress")
+        httpx.post(f"{server.url}/sleep", timeout=60)
+        time.sleep(timeout_s + 0.5)
+        httpx.post(f"{server.url}/wake_up", timeout=60)
+        ended = wait(client, batch.id, "completed")
+        assert ended.error_file_id is None
+        found = results(client, ended.output_file_id)
+        assert expected == {
+            name: each["response"]["body"]["choices"][0]["text"] for name, each in found.items()
+        }
 
 
 def test_requests_are_refused_where_the_operator_wants_that() -> None:

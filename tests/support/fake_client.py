@@ -19,6 +19,7 @@ from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.sleep_clock import SleepClock
 from quire.engine.front.streams import Stream
 from quire.engine.loop.cache import CachedTokens
 from quire.engine.loop.inspection import BlockContent, Inspection
@@ -125,6 +126,7 @@ class FakeClient(Client):
     requests: list[PreparedRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_aborted: int = 0
+    sleep_clock: SleepClock = field(default_factory=SleepClock)
     inspection: Inspection | None = None
     content: BlockContent | None = None
     _tokenizer: Tokenizer | None = None

@@ -41,6 +41,7 @@ from quire.engine.front.images import image_reader
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
+from quire.engine.front.sleep_clock import SleepClock
 from quire.engine.front.streams import OutputSink, Stream, merge_deltas
 from quire.engine.loop.cache import (
     CacheByTenant,
@@ -225,6 +226,7 @@ class Client:
         self._update: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         """Held while engines are told to sleep, or to wake up."""
+        self.sleep_clock = SleepClock()
         self._refuses_asleep = plan.config.when_asleep == "refuse"
         self._is_draining = False
         self._is_closed = False
@@ -373,7 +375,8 @@ class Client:
 
         async def run() -> None:
             async with self._changing:
-                await change
+                with self.sleep_clock.watching(self._states):
+                    await change
 
         await asyncio.shield(asyncio.create_task(run()))
 

@@ -46,6 +46,7 @@ from quire.server.ops.metrics import NOT_FINITE_CODE, Metrics
 from quire.server.quota.admission import AdmissionControl, Ticket
 from quire.server.quota.cost import Bounds, Piece
 
+DEADLINE_EXCEEDED = "deadline_exceeded"
 MAX_BUFFERED_OUTPUTS = 4096
 """Outputs that a stream's reader may be behind; beyond,
 its request is aborted (each is one step's tokens)."""
@@ -515,7 +516,7 @@ class GenerationRun:
         call = self._call
         if call.deadline_s is not None and now >= call.deadline_s:
             message = f"the request was not finished within {call.deadline_s - call.started_s:g} s"
-            raise useless_to_retry(ApiError(504, message, code="deadline_exceeded"))
+            raise useless_to_retry(ApiError(504, message, code=DEADLINE_EXCEEDED))
         is_late = call.queue_deadline_s is not None and now >= call.queue_deadline_s
         if is_late and self._generator.admission.is_queued(self._ticket):
             waited_s = now - call.started_s

@@ -75,7 +75,10 @@ def test_a_batch_that_was_cancelled_stays_so_where_the_server_is_killed(
         shutil.copytree(folder, tmp_path / "later")  # as it is found after a crash
         held.may_go_on.set()
     with serve(second, config(tmp_path / "later"), KEYS) as server, client_of(server) as client:
-        assert wait(client, batch.id, "cancelled").cancelled_at
+        ended = wait(client, batch.id, "cancelled")
+        assert ended.cancelled_at
+        assert len(results(client, ended.error_file_id)) == 9, "each is named once"
+        assert ended.request_counts.failed == 0
     assert second.requests == []
 
 

@@ -176,8 +176,44 @@ def test_a_batch_is_cancelled(tmp_path: Path) -> None:
         batch = begin(client, "\n".join(line(f"r{number}") for number in range(50)))
         wait(client, batch.id, "in_progress")
         assert client.batches.cancel(batch.id).status == "cancelling"
-        assert wait(client, batch.id, "cancelled").cancelled_at
+        ended = wait(client, batch.id, "cancelled")
+        assert ended.cancelled_at and ended.output_file_id is None
         assert fake.streams == []
+        errors = results(client, ended.error_file_id)
+        assert set(errors) == {f"r{number}" for number in range(50)}
+        assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
+        assert {each["response"] for each in errors.values()} == {None}
+        counts = ended.request_counts
+        assert counts is not None
+        assert (counts.total, counts.completed, counts.failed) == (50, 0, 0), "as OpenAI counts"
+
+
+def test_no_line_is_sent_while_the_engine_sleeps(tmp_path: Path) -> None:
+    fake = FakeClient(state="sleeping")
+    with serve(fake, config(tmp_path), KEYS) as server, client_of(server) as client:
+        batch = begin(client, "\n".join(line(f"r{number}") for number in range(5)))
+        wait(client, batch.id, "in_progress")
+        assert fake.requests == []
+        fake.state = "ready"
+        wait(client, batch.id, "completed")
+        assert len(fake.requests) == 5
+
+
+def test_a_line_whose_time_runs_out_in_its_engines_sleep_is_sent_again(tmp_path: Path) -> None:
+    fake = FakeClient(Script(begins=False))
+    limits = config(tmp_path, request_timeout_s=2.0)
+    with serve(fake, limits, KEYS) as server, client_of(server) as client:
+        batch = begin(client, line("r0"))
+        until(lambda: bool(fake.streams))
+        fake.state, fake.sleep_clock.before_s = "sleeping", 1.0
+        until(lambda: not fake.streams)  # it was given up
+        fake.state, fake.script = "ready", Script()
+        ended = wait(client, batch.id, "completed")
+        assert set(results(client, ended.output_file_id)) == {"r0"}
+        assert ended.error_file_id is None and len(fake.requests) == 2
+        fake.script = Script(begins=False)
+        late = wait(client, begin(client, line("r1")).id, "completed")
+        assert results(client, late.error_file_id)["r1"]["response"]["status_code"] == 504
 
 
 # -- bounds
@@ -381,7 +417,8 @@ def test_a_batch_that_has_ended_can_be_deleted(tmp_path: Path) -> None:
                 == 404
             )
             assert list(client.batches.list()) == []
-            client.files.delete(batch.input_file_id)
+            for file in client.files.list():  # its input, and perhaps what was not answered
+                client.files.delete(file.id)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from quire.common.failures import log_failure
 from quire.server.api.openai.batch_input import BatchInput, PlacedLine
 from quire.server.api.openai.batch_lines import BatchLines, LineResult
-from quire.server.api.openai.batch_results import BatchResults
+from quire.server.api.openai.batch_results import CANCELLED, EXPIRED, BatchResults
 from quire.server.api.openai.data_folder import STORAGE_FAILED
 from quire.server.api.openai.file_store import ENDED, RESULTS, FileStore, Record, new_id
 from quire.server.http.errors import ApiError
@@ -213,15 +213,16 @@ class BatchJob:
         if self._results is None:
             self._results = BatchResults(self._store, self.tenant.name, self._record)
             await self._on_disk(self._results.recount)
-        if status == "expired" and self._record.get("in_progress_at"):
-            await self._on_disk(partial(self._name_unanswered, self._results))
+        code = {"expired": EXPIRED, "cancelled": CANCELLED}.get(status)
+        if code is not None and self._record.get("in_progress_at"):
+            await self._on_disk(partial(self._name_unanswered, self._results, code))
         files = await self._on_disk(self._results.register)
         await self._update(status, **files, **fields, **{f"{status}_at": int(time.time())})
 
-    def _name_unanswered(self, results: BatchResults) -> None:
-        """Have every line that time ran out for stand among the errors, if that can be."""
+    def _name_unanswered(self, results: BatchResults, code: str) -> None:
+        """Have every line that was not answered stand among the errors, if that can be."""
         try:
-            results.expire(self._source().unanswered(results.recount()))
+            results.leave(self._source().unanswered(results.recount()), code)
         except ApiError as error:
             if error.code == STORAGE_FAILED:
                 raise

@@ -3,7 +3,8 @@
 A line is a request like any other: it is admitted on its tenant's account, within its limits, and
 has deadlines. It yields to those that came by themselves: it is sent only while few requests wait,
 and takes no more than half of what its tenant may have in flight. What is refused for now is put
-back rather than held, and its tenant's batches rest.
+back rather than held, and its tenant's batches rest. While the engine sleeps none is sent, and one
+whose time has run out in its sleep is sent again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from quire.common.failures import log_failure
+from quire.server.api.generation import DEADLINE_EXCEEDED
 from quire.server.api.openai.batch_results import new_request_id
 from quire.server.http.call import Call
 from quire.server.http.errors import ApiError, from_exception
@@ -76,6 +78,7 @@ class BatchLines:
         """Return a line's answer; None where it is to be tried again, later. Gives the turn
         back."""
         config, now_s = self._api.config, time.monotonic()
+        slept_s = self._api.client.sleep_clock.total_s
         call = Call(
             new_request_id(),
             turn.tenant,
@@ -99,10 +102,14 @@ class BatchLines:
             wait_s = float(answer.headers.get("retry-after", _REST_S))
             self._turns.rest(turn.tenant, min(_MAX_REST_S, wait_s))
             return None
+        if answer.code == DEADLINE_EXCEEDED and self._api.client.sleep_clock.total_s > slept_s:
+            return None  # the engine slept meanwhile, which is not the line's fault
         return LineResult(call.request_id, answer.status, answer.body())
 
     def _has_room(self, tenant: Tenant) -> bool:
         admission, turns = self._api.admission, self._turns
+        if self._api.client.status().state == "sleeping":
+            return False
         if admission.queue()[0] + turns.num_unadmitted() > MAX_WAITING or not admission.has_room(
             tenant
         ):

@@ -25,20 +25,31 @@ def new_request_id() -> str:
     return f"batch_req_{secrets.token_hex(12)}"
 
 
+class _Problem(msgspec.Struct):
+    code: str | None = None
+
+
 class _Answered(msgspec.Struct):
-    """Of a result's line, what tells which request has been answered."""
+    """Of a result's line, what tells which request has been answered, or will not be."""
 
     custom_id: str
+    error: _Problem | None = None
 
 
-def _expired(custom_id: str) -> dict[str, Any]:
-    """Return the entry of a request that was not answered in time, as OpenAI has it."""
-    message = "This request could not be executed before the completion window expired."
+EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
+_MESSAGES = {
+    EXPIRED: "This request could not be executed before the completion window expired.",
+    CANCELLED: "This request was not executed: the batch was cancelled before.",
+}
+
+
+def _unanswered(custom_id: str, code: str) -> dict[str, Any]:
+    """Return the entry of a request that was not answered, as OpenAI has it."""
     return {
         "id": new_request_id(),
         "custom_id": custom_id,
         "response": None,
-        "error": {"code": "batch_expired", "message": message},
+        "error": {"code": code, "message": _MESSAGES[code]},
     }
 
 
@@ -56,13 +67,14 @@ class BatchResults:
         """Digests of the requests that have an answer.
         A last line that was not written to its end is cut off."""
         done: set[bytes] = set()
+        cancelled: set[bytes] = set()
         counts: list[int] = []
         for file_id in self._file_ids.values():
             before = len(done)
-            self._store.cut(self._tenant, file_id, self._read(file_id, done))
+            self._store.cut(self._tenant, file_id, self._read(file_id, done, cancelled))
             counts.append(len(done) - before)
         self.num_good, self.num_bad = counts
-        return done
+        return done | cancelled
 
     def append(self, entry: dict[str, Any], *, is_good: bool) -> None:
         """Keep an answer. Raises ApiError, and then nothing of it is kept."""
@@ -70,13 +82,14 @@ class BatchResults:
         self.num_good += is_good
         self.num_bad += not is_good
 
-    def expire(self, custom_ids: Iterable[str]) -> None:
-        """Name requests that time ran out for among the errors. Raises ApiError, and then some of
-        them are named."""
+    def leave(self, custom_ids: Iterable[str], code: str) -> None:
+        """Name requests that will not be answered among the errors; those that time ran out for
+        have failed, and those that were cancelled have not. Raises ApiError, and then some of them
+        are named."""
         left = iter(custom_ids)
         while some := list(islice(left, _NAMED_TOGETHER)):
-            self._append("error", list(map(_expired, some)))
-            self.num_bad += len(some)
+            self._append("error", [_unanswered(each, code) for each in some])
+            self.num_bad += len(some) if code == EXPIRED else 0
 
     def register(self) -> dict[str, str]:
         """Make files of what there is; the record's fields that name them."""
@@ -90,8 +103,9 @@ class BatchResults:
         data = b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
         self._store.append(self._tenant, self._file_ids[kind], data)
 
-    def _read(self, file_id: str, done: set[bytes]) -> int:
-        """Enter what a file has answered; how many of its bytes are whole lines."""
+    def _read(self, file_id: str, done: set[bytes], cancelled: set[bytes]) -> int:
+        """Enter what a file has answered, and what was cancelled; return how many of its bytes are
+        whole lines."""
         num_bytes = 0
         if not self._store.size(self._tenant, file_id):
             return 0
@@ -105,6 +119,7 @@ class BatchResults:
                     answered = None
                 if answered is None:
                     break
-                done.add(digest_of(answered.custom_id))
+                is_cancelled = answered.error is not None and answered.error.code == CANCELLED
+                (cancelled if is_cancelled else done).add(digest_of(answered.custom_id))
                 num_bytes += len(raw)
         return num_bytes
