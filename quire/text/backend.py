@@ -65,6 +65,23 @@ def encode_bare(backend: Backend, text: str) -> list[int]:
         return ids
 
 
+def beginning_of(backend: Backend, text: str, num_tokens: int) -> str:
+    """Return the beginning of a text up to the end of its token of this number, or to the end of
+    the character before, where that token is a part of one. By itself it has no more tokens. Raises
+    RequestError as `encode_bare` does."""
+    least_step = 1
+    while True:
+        with contained(RequestError, "the model's tokenizer cannot encode this text"):
+            offsets = backend.encode_batch([text], add_special_tokens=False)[0].offsets
+        if len(offsets) <= num_tokens:
+            return text
+        end = min(offsets[num_tokens - 1][1], offsets[num_tokens][0])
+        # What is left may have more tokens by itself than it had before what was cut off (Unigram):
+        # it is cut again, each time by twice as much at least, so that this comes to an end.
+        text = text[: max(0, min(end, len(text) - least_step))]
+        least_step *= 2
+
+
 @contextmanager
 def contained(kind: type[QuireError], what: str) -> Iterator[None]:
     """Turn what the library raises, panics included, into an error of ours."""

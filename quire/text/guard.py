@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import CheckpointError
-from quire.text.backend import encode_bare, load_backend
+from quire.text.backend import beginning_of, encode_bare, load_backend
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -57,6 +57,10 @@ class Guard:
         Adds no BOS or EOS."""
         id_of = self._id_of
         return [id_of.get(token_id, token_id) for token_id in encode_bare(self._backend, text)]
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """Return so much of a text as has at most so many tokens; see `beginning_of`."""
+        return beginning_of(self._backend, text, num_tokens)
 
     def _rename(self, base: Backend, backend: Backend) -> Backend:
         """Return a tokenizer over the model of `base` with the added tokens of `backend`,

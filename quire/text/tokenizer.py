@@ -138,6 +138,11 @@ class Tokenizer:
         check_unicode(text)
         return self.guard.encode(text)
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """Return so much of a user's text as has at most so many tokens, without BOS or EOS."""
+        check_unicode(text)
+        return self.guard.beginning(text, num_tokens)
+
     @cached_property
     def control_lengths(self) -> Mapping[str, tuple[int, ...]]:
         """First character of control tokens to their lengths, longest first."""

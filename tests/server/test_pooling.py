@@ -26,6 +26,7 @@ from quire.engine.pooling.outputs import vectors_of
 from quire.server.api.pooling import scores
 from quire.server.api.pooling import vectors as vectors_module
 from quire.server.api.pooling.runs import floats_of
+from quire.text.tokenizer import Tokenizer
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "8MiB"}
 
@@ -231,6 +232,58 @@ def test_rerank_puts_documents_in_the_order_of_their_scores(
             "results"
         ][0]
     )
+
+
+LONG = [
+    "the little fox ran over the hill and was never seen again by anyone at all",
+    "Caf\u00e9 \u2014 unbelievable stories of dragons, kings and, at last, a dog",
+    "short",
+    "",
+]
+
+
+def _cut_by_hand(encode: Callable[[str], list[int]], text: str, num_tokens: int) -> str:
+    """The shortest beginning that is encoded into these tokens."""
+    wanted = encode(text)[:num_tokens]
+    return next(text[:end] for end in range(len(text) + 1) if encode(text[:end]) == wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 7, 100])
+@pytest.mark.parametrize("kind", ["reranker", "embedder"])
+def test_long_documents_are_cut_as_by_hand(
+    kind: str, num_tokens: int, request: pytest.FixtureRequest, folders: dict[str, Path]
+) -> None:
+    served: RunningServer = request.getfixturevalue(kind)
+    tokenizer = Tokenizer.from_folder(folders[kind])
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    cut = [_cut_by_hand(encode, text, num_tokens) for text in LONG]
+    query, short_query = LONG[0], _cut_by_hand(encode, LONG[0], 2)
+    found = httpx.post(
+        f"{served.url}/v2/rerank",
+        json={"query": query, "documents": LONG, "max_tokens_per_doc": num_tokens},
+    )
+    assert "x-quire-ignored-fields" not in found.headers
+    wanted = post(served, "/v2/rerank", query=query, documents=cut)
+    assert found.json()["usage"] == wanted["usage"]
+    assert [(each["index"], each["relevance_score"]) for each in found.json()["results"]] == [
+        (each["index"], each["relevance_score"]) for each in wanted["results"]
+    ]
+    assert {each["document"]["text"] for each in found.json()["results"]} == set(LONG)
+    both = {"max_tokens_per_doc": num_tokens, "max_tokens_per_query": 2}
+    made = post(served, "/score", text_1=query, text_2=LONG, **both)
+    assert made["data"] == post(served, "/score", text_1=short_query, text_2=cut)["data"]
+    neither: dict[str, Any] = {"max_tokens_per_doc": 0, "max_tokens_per_query": None}
+    whole = post(served, "/score", text_1=query, text_2=LONG, **neither)
+    assert whole["data"] == post(served, "/score", text_1=query, text_2=LONG)["data"]
+
+
+def test_limits_of_documents_that_are_none_are_refused(reranker: RunningServer) -> None:
+    for limit in (-1, 1.5, "4"):
+        body: dict[str, Any] = {"query": "a", "documents": ["b"], "max_tokens_per_doc": limit}
+        assert "max_tokens_per_doc" in post(reranker, "/v2/rerank", 400, **body)["error"]["message"]
 
 
 def test_an_embedder_scores_by_cosines(

@@ -63,6 +63,18 @@ class PoolingTexts:
             )
         return kept
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """Return so much of a text as has at most so many tokens of its own. Raises
+        InvalidParameterError where that is nothing."""
+        kept = self.tokenizer.beginning(text, num_tokens)
+        if text and not kept:
+            raise InvalidParameterError(
+                f"nothing is left of the text: its first character has more than {num_tokens} "
+                "tokens; allow more",
+                param="input",
+            )
+        return kept
+
     def cut(self, ids: list[int], keep: int | None, num_around: int = 0) -> list[int]:
         """The first tokens of a text, so many that they fit beside those around it. Raises
         InvalidParameterError where none do: all texts would have the same result."""

@@ -31,6 +31,7 @@ from quire.server.http.errors import bad_request, of_prompt
 from quire.server.state import Api
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
@@ -180,13 +181,13 @@ class PoolingRuns:
     async def encode(
         self,
         items: Mapping[str, _T],
-        encode: Callable[[_T], list[int]],
+        encode: Callable[[_T], _R],
         num_chars: Callable[[_T], int],
-    ) -> list[list[int]]:
-        """Token ids of texts, named by their places in the body, a group after the other, so that
-        others have their turn."""
+    ) -> list[_R]:
+        """What becomes of texts (token ids, or beginnings of them), named by their places in the
+        body, a group after the other, so that others have their turn."""
 
-        def encode_one(where: str, item: _T) -> list[int]:
+        def encode_one(where: str, item: _T) -> _R:
             try:
                 return encode(item)
             except RequestError as error:
@@ -195,12 +196,12 @@ class PoolingRuns:
         def length(placed: tuple[str, _T]) -> int:
             return num_chars(placed[1])
 
-        found: list[list[int]] = []
+        found: list[_R] = []
         for group in groups(list(items.items()), length):
             for where, each in group:
                 self._api.prompts.check_chars(num_chars(each), where)
 
-            def work(group: Sequence[tuple[str, _T]] = group) -> list[list[int]]:
+            def work(group: Sequence[tuple[str, _T]] = group) -> list[_R]:
                 return [encode_one(*each) for each in group]
 
             found += await self._api.prompts.work(sum(map(length, group)), work)

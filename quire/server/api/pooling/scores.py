@@ -4,7 +4,8 @@ vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.types import Receive
 
 from quire.core.pooling import PoolingParams
 from quire.engine.pooling.outputs import cosine, vectors_of
+from quire.engine.pooling.requests import PoolingRequests
 from quire.server.api.generation import Usage
 from quire.server.api.pooling.runs import PoolingFields, PoolingRuns, floats_of, refusals, usage_of
 from quire.server.http.body import read_bytes, read_json
@@ -38,6 +40,9 @@ class PairFields(PoolingFields, kw_only=True):
     instruction: Annotated[str, Meta(max_length=1 << 16)] | None = None
     """For models whose template has a place for one; refused by others."""
     use_activation: bool | None = None
+    max_tokens_per_query: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    """Read so many tokens of each text of this side; 0 and null are all."""
 
 
 class ScoreRequest(PairFields, kw_only=True):
@@ -76,6 +81,12 @@ class Pairs(list[tuple[str, str]]):
         """Where the two texts of each pair stand."""
         first, second = self._names
         return [(first.format(number), second.format(number)) for number in range(len(self))]
+
+    def replaced(self, side: int, texts: Mapping[str, str]) -> Pairs:
+        """Return pairs that have other texts on one side, at the same places."""
+        sides = [[pair[each] for pair in self] for each in range(2)]
+        sides[side] = [texts[text] for text in sides[side]]
+        return Pairs(sides[0], sides[1], self._names)
 
     def distinct(self, side: int) -> dict[str, str]:
         """Each of the texts that come first (0) or second (1), and where it stands at first."""
@@ -165,6 +176,7 @@ class TextScores:
         requests, keep = self._runs.requests, body.truncate_prompt_tokens
         params = PoolingParams(truncate_prompt_tokens=keep, use_activation=body.use_activation)
         requests.check_instruction(body.instruction)
+        pairs = await self._shortened(body, pairs)
         if requests.spec.late is not None:
             return await self._late_scores(call, body, pairs, receive)
         if requests.spec.task == "embed":
@@ -188,6 +200,20 @@ class TextScores:
         }
         outputs, usage = await self._runs.run(call, body, prompts, receive)
         return [floats_of(each)[0] for each in outputs], usage
+
+    async def _shortened(self, body: PairFields, pairs: Pairs) -> Pairs:
+        """Return the pairs with so much of each text as is to be read."""
+        requests = self._runs.requests
+        for side, most in enumerate((body.max_tokens_per_query, body.max_tokens_per_doc)):
+            if most:
+                known = pairs.distinct(side)
+                kept = await self._runs.encode(
+                    {where: text for text, where in known.items()},
+                    partial(_beginning, requests, most),
+                    len,
+                )
+                pairs = pairs.replaced(side, dict(zip(known, kept, strict=True)))
+        return pairs
 
     async def _late_scores(
         self,
@@ -256,6 +282,10 @@ class TextScores:
         num_numbers = len(pairs) * requests.num_outputs
         made: list[float] = await self._runs.written(num_numbers, scores)
         return made, usage
+
+
+def _beginning(requests: PoolingRequests, num_tokens: int, text: str) -> str:
+    return requests.texts.beginning(text, num_tokens)
 
 
 def _pairs(body: ScoreRequest, check_count: Callable[[int, str], None]) -> Pairs:
