@@ -139,7 +139,8 @@ class RouterRoutes:
 
     async def broadcast(self, request: Request) -> Response:
         """Send a request to every back end at once, for what all of them must do alike. Where some
-        do not, the answer says which is the first of them, and why."""
+        do not, the answer says which is the first of them, and why. What they serve may have
+        changed, and is known anew when the caller hears of it."""
         self._check_admin(request)
         body = await request.body()
         asked = HttpRequest(
@@ -152,6 +153,7 @@ class RouterRoutes:
         if not replicas:
             raise self._fleet.none_left()
         answers = await asyncio.gather(*(_answer_of(replica, asked) for replica in replicas))
+        await self._prober.learn_again(replicas, self.backend_headers(request))
         refusals = [
             (replica, answer)
             for replica, answer in zip(replicas, answers, strict=True)

@@ -44,6 +44,8 @@ class Replica:
         """The name whose resolution brought it, if one did."""
         self.models: frozenset[str] | None = None
         """Which it serves, where it has said so."""
+        self.models_number = 0
+        """Of the question that this answers: an earlier one may be answered later."""
         self.trips: set[Trip] = set()
         self.num_by_outcome: dict[str, int] = {}
         self.num_prompt_tokens = self.num_cached_tokens = 0

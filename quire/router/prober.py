@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 
@@ -70,6 +70,8 @@ class Prober:
         self._num_silent: dict[Replica, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._num_rounds = 0
+        self._num_lists = 0
+        """Questions for lists of models."""
 
     def add(self, url: str) -> None:
         """Take a back end, or a name that stands for several. Raises ConfigError."""
@@ -173,18 +175,33 @@ class Prober:
             return
         self._fleet.note_probe(replica)
         if replica.models is None or self._num_rounds % _ROUNDS_OF_MODELS == 0:
-            await self._learn_models(replica)
+            await self._learn_models(replica, self._headers)
 
-    async def _learn_models(self, replica: Replica) -> None:
+    async def learn_again(self, replicas: Iterable[Replica], headers: Mapping[str, str]) -> None:
+        """Ask back ends what they serve, which has changed; until they have said so, each may serve
+        anything."""
+        asked = tuple(replicas)
+        for replica in asked:
+            replica.models = None
+        await asyncio.gather(
+            *(self._learn_models(each, {**self._headers, **headers}) for each in asked)
+        )
+
+    async def _learn_models(self, replica: Replica, headers: Mapping[str, str]) -> None:
+        self._num_lists += 1
+        number = self._num_lists
         try:
-            status, body = await self._get(replica, "/v1/models")
-            if status == 200:
+            status, body = await self._get(replica, "/v1/models", headers)
+            if status == 200 and number > replica.models_number:  # no later one has come before it
                 data = msgspec.json.decode(body, type=ModelList).data[:_MAX_MODELS]
                 replica.models = frozenset(model.id for model in data)
+                replica.models_number = number
         except (HttpError, msgspec.DecodeError, UnicodeDecodeError) as error:
             log_failure(logger, f"the models of {replica.name} cannot be read", error)
 
-    async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
+    async def _get(
+        self, replica: Replica, path: str, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
         """Ask on a connection of its own: one that is kept may be stuck behind something. The whole
         answer has the time of one, so that a trickle of bytes keeps no other probe waiting.
         """
@@ -199,7 +216,11 @@ class Prober:
         ) as client:
             try:
                 async with counted_timeout(config.connect_timeout_s + config.health_timeout_s):
-                    answer = await client.request(HttpRequest("GET", path, headers=self._headers))
+                    answer = await client.request(
+                        HttpRequest(
+                            "GET", path, headers=self._headers if headers is None else headers
+                        )
+                    )
             except TimeoutError:
                 raise HttpError("the answer to a probe did not end", kind="timeout") from None
         return answer.status, answer.body

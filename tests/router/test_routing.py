@@ -376,6 +376,66 @@ def test_what_all_back_ends_must_do_is_sent_to_each_and_refusals_are_named() -> 
     play(scene, "a", "b", "c")
 
 
+def test_what_back_ends_serve_is_known_as_soon_as_adapters_have_changed() -> None:
+    """No probe comes meanwhile."""
+
+    async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        def known() -> list[set[str] | None]:
+            found = [each.models for each in up.app.fleet.replicas]
+            return [None if each is None else set(each) for each in found]
+
+        await up.app.prober.probe_all()
+        assert known() == [{"m"}, {"m"}, {"m"}]
+        made[0].status = 400
+        made[1].models = made[2].models = ("m", "sql")
+        asked = {"lora_name": "sql", "lora_path": "sql"}
+        key = {"authorization": "Bearer mine"}
+        assert (
+            b"1 of 3 back ends refused"
+            in (await up.post("/v1/load_lora_adapter", asked, **key)).body
+        )
+        assert known() == [{"m"}, {"m", "sql"}, {"m", "sql"}]
+        assert all(each.headers[-1].get("authorization") == "Bearer mine" for each in made)
+        made[0].status = 200
+        body = {**BODY, "model": "sql"}
+        await asyncio.gather(*(up.stream({**body, "prompt": f"p{n}"}) for n in range(8)))
+        assert sum(each.get("model") == "sql" for each in made[0].bodies) == 0
+        await made[1].kill()
+        made[2].models = ("m",)
+        await up.post("/v1/unload_lora_adapter", {"lora_name": "sql"})
+        assert known() == [{"m"}, None, {"m"}], "one that does not say may serve anything"
+
+    play(scene, "a", "b", "c", health_interval_s=60)
+
+
+def test_an_earlier_list_of_models_does_not_replace_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(up: Routed, made: list[FakeBackend]) -> None:
+        prober, (replica,) = up.app.prober, up.app.fleet.replicas
+        await prober.probe_all()
+        get, may_go_on, is_held = prober._get, asyncio.Event(), asyncio.Event()
+
+        async def held(*args: Any) -> tuple[int, bytes]:
+            found = await get(*args)
+            is_held.set()
+            await may_go_on.wait()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(prober, "_get", held)
+            early = asyncio.create_task(prober._learn_models(replica, {}))
+            await is_held.wait()
+        made[0].models = ("m", "sql")
+        await up.post("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
+        assert replica.models == frozenset({"m", "sql"})
+        may_go_on.set()
+        await early
+        assert replica.models == frozenset({"m", "sql"})
+
+    play(scene, "a", health_interval_s=60)
+
+
 def test_draining_refuses_what_is_new_and_ends_what_is_not() -> None:
     async def scene(up: Routed, made: list[FakeBackend]) -> None:
         made[0].gap_s = 0.02
