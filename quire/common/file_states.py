@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from quire.common.small_files import open_regular
 from quire.errors import CheckpointError
 
 _NUM_SAMPLES = 256
@@ -46,7 +47,7 @@ def samples_of(path: str | Path) -> tuple[int, str]:
     """Return a file's size, and a digest of pieces all over it: the whole of a small one. Raises
     OSError."""
     digest = hashlib.blake2b(digest_size=12)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
             file.seek(place)

@@ -16,7 +16,7 @@ import re
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from quire.errors import CheckpointError
 
@@ -41,15 +41,21 @@ def is_folder(path: Path) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
+def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file to be read; a pipe is not waited for. Raises OSError."""
+    # a name with a null byte: ValueError
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering)
+
+
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Return what a regular file holds; never more than `max_bytes` are read. Raises
     CheckpointError."""
     try:
-        # a pipe is not waited for
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
+        with open_regular(path) as file:
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{_shown(path)} cannot be read: {_reason(error)}") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from pathlib import Path
 
+from quire.common.small_files import open_regular
 from quire.errors import CheckpointError
 from quire.lora.layout import FILES
 
@@ -20,12 +20,8 @@ def content_digest(folder: Path) -> str:
     for name in FILES:
         path = folder / name
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb", buffering=0) as file:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise CheckpointError(f"{path} is not a regular file")
-                state.update(f"{name} {status.st_size}\n".encode())
+            with open_regular(path, 0) as file:
+                state.update(f"{name} {os.fstat(file.fileno()).st_size}\n".encode())
                 while data := file.read(_CHUNK_BYTES):
                     state.update(data)
         except (OSError, ValueError) as error:

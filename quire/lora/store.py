@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import threading
 import weakref
 from collections import OrderedDict
 from pathlib import Path
 
+from quire.common.small_files import open_regular
 from quire.core.adapters import Adapter
 from quire.errors import CheckpointError
 from quire.lora.identity import content_digest
@@ -121,8 +121,5 @@ def _signature(folder: Path) -> Signature:
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a regular file; a pipe is not waited for."""
-    descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file, target.open("xb") as out:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "not a regular file")
+    with open_regular(source) as file, target.open("xb") as out:
         shutil.copyfileobj(file, out, 1 << 20)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire import LLM
 from quire.bench.serving.dataset import file_dataset
 from quire.bench.workload import read_lengths
 from quire.cli.conversation import ChatSession
@@ -19,12 +21,15 @@ from quire.cli.prompts import _read_file
 from quire.cli.simulate import _read_costs
 from quire.cli.text_lines import read_all_lines, read_lines
 from quire.common import bounded_files
+from quire.common.file_states import states_of
 from quire.common.tls import mutual_tls
-from quire.errors import ConfigError, QuireError
+from quire.errors import CheckpointError, ConfigError, QuireError
 from quire.llm import _template_source
 from quire.server.api.prompt_encoder import read_template
 from quire.server.quota.tenants import read_keys_file
 from quire.sim.traces import read_trace
+from quire.weights.folder import resolve_model
+from quire.weights.gguf.file import read_gguf
 
 READERS: dict[str, Callable[[str], Any]] = {
     "simulate --trace": lambda name: read_trace(Path(name)),
@@ -75,6 +80,26 @@ def test_templates_and_certificates_are_regular_files(tmp_path: Path) -> None:
         _template_source(str(large))
     with pytest.raises(ConfigError, match="more than 4 MiB"):
         read_template(str(large))
+
+
+def test_weights_are_regular_files(tmp_path: Path) -> None:
+    """A pipe, also in a folder that is named, would be waited for."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("quire-storyteller"), folder)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="it is not a regular file"):
+        LLM(str(folder), load_format="safetensors", num_threads=1)
+    alone = tmp_path / "gguf"
+    alone.mkdir()
+    os.mkfifo(alone / "x.gguf")
+    with pytest.raises(QuireError, match="it is not a regular file"):
+        LLM(str(alone))
+    for name in ("/dev/zero", str(tmp_path), str(alone / "x.gguf")):
+        with pytest.raises(CheckpointError, match="it is not a regular file"):
+            states_of([Path(name)])
+        with pytest.raises(CheckpointError, match="it is not a regular file"):
+            read_gguf(Path(name))
 
 
 def test_lines_that_are_needed_at_once_are_bounded(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from quire.common.file_states import FileState
+from quire.common.small_files import open_regular
 from quire.errors import CheckpointError
 
 Value = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
@@ -101,7 +102,7 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read and check a file's header. Raises CheckpointError."""
     try:
-        with path.open("rb", buffering=_BUFFER_BYTES) as file:
+        with open_regular(path, _BUFFER_BYTES) as file:
             return _Header(path, file).read()
     except (OSError, ValueError) as error:  # a name with a null byte: ValueError
         raise CheckpointError(f"{path} cannot be read: {error}") from error
