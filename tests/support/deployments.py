@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import faults
 from ports import reserved_port
-from served import Served, routing, serving, until
+from served import Served, is_alive, routing, serving, until
 
 SERVER = ("--silence-timeout", "2", "--max-num-seqs", "32")
 DIVIDED = ("--distributed-timeout-seconds", "1")
@@ -46,6 +46,7 @@ class Node:
         """Wait until it listens."""
         log = self._log.with_name(f"{self._log.name}-{self._num_starts}")
         self._num_starts += 1
+        self._known.clear()
         self.served = self._stack.enter_context(self._start(log=log))
 
     def end(self) -> None:
@@ -69,8 +70,14 @@ class Node:
         return self.name == "router"
 
     def pids(self) -> list[int]:
-        """Of all that it has started; those that have lost their parent are missing."""
-        return faults.tree(self.pid) if self.is_running else []
+        """Of all that it has started; those that have lost their parent, as ranks do whose fork
+        server is killed, if they were known before."""
+        if not self.is_running:
+            return []
+        found = faults.tree(self.pid)
+        found += sorted(each for each in self._known - {*found} if is_alive(each))
+        self._known.update(found)
+        return found
 
     def processes(self) -> dict[str, int]:
         """They by name: its own one by the node's, `engine`, `rank` and `fork server` of it with

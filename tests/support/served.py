@@ -160,7 +160,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process runs, and is no mere entry in the table."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends meanwhile
         return False
 
 
