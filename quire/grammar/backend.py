@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from string import ascii_letters
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -47,8 +48,6 @@ _MAX_MESSAGE_LEN = 300
 _MAY_BE_EMPTY = re.compile(r"[&~]|\[\^[^\]]*\\[sSdDwWpP]")
 """What can leave a regular expression without any text: intersections, complements, and classes
 without what a class has."""
-_MAX_DOUBTFUL = 32
-"""Such patterns of one grammar that are compiled by themselves, a millisecond each."""
 _T = TypeVar("_T")
 
 
@@ -144,14 +143,25 @@ def _check_lark(text: str) -> None:
         return
     if START in rules.nodes:
         check_ends(rules.nodes, reachable_from(rules.nodes, START))
-    doubtful = [
-        (pattern, definitions)
-        for pattern, definitions in rules.patterns.items()
-        if _MAY_BE_EMPTY.search(f"{pattern}\n{definitions}")
-    ]
-    for pattern, definitions in doubtful[:_MAX_DOUBTFUL]:
-        alone = Grammar("lark", f"start: {pattern}\n{definitions}")
-        if _is_empty(compile_grammar(alone, _byte_vocabulary())):
+    doubtful: dict[str, list[str]] = {}
+    for pattern, definitions in rules.patterns.items():
+        if _MAY_BE_EMPTY.search(f"{pattern}\n{definitions}"):
+            doubtful.setdefault(definitions, []).append(pattern)
+    for definitions, patterns in doubtful.items():
+        _check_patterns(dict(zip(ascii_letters, patterns, strict=False)), definitions)
+
+
+def _check_patterns(patterns: Mapping[str, str], definitions: str) -> None:
+    """Refuse a pattern that no text matches. They are compiled together, each behind a letter of
+    its own; those of a grammar that has more than there are letters are not all looked at."""
+    options = " | ".join(f'"{letter}" {pattern}' for letter, pattern in patterns.items())
+    matcher = compile_grammar(
+        Grammar("lark", f"start: {options}\n{definitions}"), _byte_vocabulary()
+    )
+    for letter, pattern in patterns.items():
+        behind = matcher.deep_copy()
+        behind.consume_token(ord(letter))
+        if _is_empty(behind):
             raise InvalidParameterError(
                 f"structured_outputs: no text matches {pattern[:64]} of the grammar",
                 param="structured_outputs",
@@ -159,7 +169,7 @@ def _check_lark(text: str) -> None:
 
 
 def _is_empty(matcher: Any) -> bool:
-    """Whether nothing can come, at the start of a grammar."""
+    """Whether nothing can come."""
     matcher.compute_bitmask()
     return matcher.is_error() and "NoExtension" in matcher.get_error()
 

@@ -82,6 +82,24 @@ def test_a_pattern_that_matches_nothing_is_named(pattern: str, grammar: str) -> 
         _check(grammar)
 
 
+def test_one_of_many_patterns_that_matches_nothing_is_named() -> None:
+    patterns = [f"/a{number}[^\\s]/ & ~/b/" for number in range(40)]
+
+    def grammar() -> str:
+        lines = [f"T{number}: {pattern}" for number, pattern in enumerate(patterns)]
+        return (
+            "start: ("
+            + " | ".join(f"T{number}" for number in range(40))
+            + ")*\n"
+            + "\n".join(lines)
+        )
+
+    _check(grammar())
+    patterns[37] = "/a/ & /b/"
+    with pytest.raises(InvalidParameterError, match="no text matches T37 of"):
+        _check(grammar())
+
+
 def test_a_regular_expression_that_matches_nothing_is_refused() -> None:
     for regex in ("[^\\s\\S]", "a[^\\s\\S]", "(a|b)[^\\d\\D]c"):
         with pytest.raises(InvalidParameterError, match="no text satisfies"):
