@@ -228,7 +228,8 @@ class SamplingParams:
                 "thinking_token_budget", self.thinking_token_budget, -1, MAX_TOKENS
             )
             self.thinking_token_budget = None if budget == -1 else budget
-
+        if not isinstance(self.thinking_marks, ThinkTags | None):
+            checks.refuse("thinking_marks", self.thinking_marks, "ThinkTags, or None")
         if self.truncate_prompt_tokens is not None:
             self.truncate_prompt_tokens = checks.integer(
                 "truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKENS

@@ -74,6 +74,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("stop_token_ids", ["a"]),
     ("stop_token_ids", 5),
     ("stop_token_ids", 0),
+    ("thinking_marks", ("<think>", "</think>")),
     ("stop_token_ids", ""),
     ("max_tokens", 0),
     ("max_tokens", 2**31),
