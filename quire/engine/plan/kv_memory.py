@@ -111,10 +111,10 @@ class KVPlanner:
             return kv_bytes
         if free <= 0:
             raise CapacityError(
-                "the model does not fit: weights and workspace need "
-                f"{format_bytes(other_bytes)}, and {budget} is "
-                f"{format_bytes(available * config.memory_utilization)}; use a smaller model or "
-                "dtype, quantization='int8' or 'int4', or free memory"
+                f"the model does not fit: weights and workspace need {format_bytes(other_bytes)}, "
+                f"and {budget} is {format_bytes(available * config.memory_utilization)}; use a "
+                "smaller model or dtype, quantization='int8' or 'int4', a lower max_num_seqs or "
+                "max_num_batched_tokens, or free memory"
             )
         limits = [
             (free, f"what weights and workspace leave of {budget}"),
