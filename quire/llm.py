@@ -3,10 +3,11 @@ with names that users of vLLM know."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_text
 from quire.core import checks
@@ -47,6 +48,13 @@ Progress = bool | Callable[..., Any]
 """Whether to show a progress bar, or what makes one, called as `tqdm` is."""
 
 
+class _Queue(NamedTuple):
+    """What `enqueue` has accepted for the next `wait_for_completion`."""
+
+    session: Session
+    request_ids: list[str]
+
+
 class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
     """A model in this process. Safe to use from several threads, whose requests are computed
     together.
@@ -62,8 +70,8 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         self._chat_template = None if chat_template is None else _template_source(chat_template)
         self.llm_engine = LLMEngine(model, **options)
         self.config = self.llm_engine.config
-        self._queue = Session(self.llm_engine.shared)
-        self._queued: list[str] = []
+        self._queue = _Queue(Session(self.llm_engine.shared), [])
+        self._queue_lock = threading.Lock()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -197,22 +205,22 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         """Accept prompts without computing them; returns their request ids.
         See `wait_for_completion`."""
         listed = as_prompts(prompts)
-        ids = self._add(
-            self._queue,
-            listed,
-            self._digested(self._params_for(listed, sampling_params, tokenization_kwargs)),
-            self.engine.adapters.one_each(lora_request, len(listed)),
-            priority,
-        )
-        self._queued += ids
+        digests = self._digested(self._params_for(listed, sampling_params, tokenization_kwargs))
+        adapters = self.engine.adapters.one_each(lora_request, len(listed))
+        with self._queue_lock:
+            queue = self._queue
+            ids = self._add(queue.session, listed, digests, adapters, priority)
+            queue.request_ids.extend(ids)
         return ids
 
     def wait_for_completion(
         self, output_type: object = None, *, use_tqdm: Progress = True
     ) -> list[RequestOutput]:
-        """Compute what `enqueue` has accepted; outputs come in the order in which it was."""
-        ids, self._queued = self._queued, []
-        outputs = self._finish(self._queue, ids, use_tqdm)
+        """Compute what `enqueue` has accepted, in any thread, and no other call has taken; outputs
+        come in the order in which it was."""
+        with self._queue_lock:
+            queue, self._queue = self._queue, _Queue(Session(self.llm_engine.shared), [])
+        outputs = self._finish(queue.session, queue.request_ids, use_tqdm)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     def get_tokenizer(self) -> PretrainedTokenizer:

@@ -295,6 +295,27 @@ def test_an_interrupt_between_steps_costs_the_requests_and_no_more(llm: LLM, cal
     assert _tokens(llm.generate(_prompt(1), _params(1), use_tqdm=False)) == alone
 
 
+def test_what_several_threads_enqueue_is_given_out_once(llm: LLM) -> None:
+    """To whichever asks first, whole and in order."""
+
+    def work() -> list[tuple[list[str], list[RequestOutput]]]:
+        return [
+            (
+                llm.enqueue([_prompt(1), _prompt(2)], _params(number), use_tqdm=False),
+                llm.wait_for_completion(use_tqdm=False),
+            )
+            for number in range(1, 6)
+        ]
+
+    results = _in_threads([work] * 4)
+    rounds = [each for result in results for each in result]
+    added = [request_id for ids, _ in rounds for request_id in ids]
+    given = [output.request_id for _, outputs in rounds for output in outputs]
+    assert len(set(added)) == 40 and sorted(given) == sorted(added)
+    assert all(output.finished for _, outputs in rounds for output in outputs)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
 def test_closing_in_one_thread_ends_the_others(llm: LLM) -> None:
     started = threading.Event()
 
