@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
@@ -56,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "quire embed [OPTIONS] MODEL [FILE ...]"
 
 
+def shows_progress(args: argparse.Namespace) -> bool:
+    """Whether there is a terminal to show it on."""
+    return not args.no_progress and sys.stderr.isatty()
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from quire.core.pooling import PoolingParams
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             while lines := list(islice(texts, _TEXTS_AT_ONCE)):
                 group = [line.text for line in lines]
                 with lines_named(lines, "prompts"):
-                    outputs = llm.embed(group, params, use_tqdm=not args.no_progress)
+                    outputs = llm.embed(group, params, use_tqdm=shows_progress(args))
                 yield from zip(group, (output.outputs.data for output in outputs), strict=True)
 
         if args.output is not None and args.output.endswith(".npy"):

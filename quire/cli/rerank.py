@@ -6,7 +6,7 @@ import argparse
 import json
 from contextlib import closing
 
-from quire.cli.embed import engine_options
+from quire.cli.embed import engine_options, shows_progress
 from quire.cli.options import add_engine_options
 from quire.cli.output_file import check_output, open_output
 from quire.cli.parser import UsageError
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         outputs = llm.score(
             args.query,
             documents,
-            use_tqdm=not args.no_progress,
+            use_tqdm=shows_progress(args),
             truncate_prompt_tokens=args.truncate_prompt_tokens,
             instruction=args.instruction,
         )

@@ -15,7 +15,7 @@ from quire import LLM, BeamSearchParams
 from quire.cli.main import main
 from quire.errors import InvalidParameterError
 
-OPTIONS = ["--dtype", "float32", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--no-progress"]
+OPTIONS = ["--dtype", "float32", "--kv-cache-memory", "8MiB", "--num-threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def test_vectors_come_as_json_lines_or_as_one_array(
         outputs = llm.embed([text.strip() for text in TEXTS], use_tqdm=False)
     wanted = np.stack([output.outputs.data for output in outputs])
     assert main(["embed", str(folder), lines, *OPTIONS]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    said = capsys.readouterr()
+    assert said.err == "", "no bar where there is no terminal"
+    records = [json.loads(line) for line in said.out.splitlines()]
     assert [record["text"] for record in records] == [text.strip() for text in TEXTS]
     assert [record["embedding"] for record in records] == wanted.tolist()
     output = tmp_path / "vectors.npy"
