@@ -94,7 +94,7 @@ def _tensors(
         values = torch.empty(whole.shape, dtype=dtype)
         weights.fill(values, whole)
         if tensor not in linears:
-            yield whole.name, values
+            yield whole.name, values.T if whole.is_transposed else values.view(whole.stored_shape)
             continue
         yield from _projection(whole.name, values, formats.by_name[whole.name])
     if head is not None and spec.is_tied:

@@ -87,6 +87,17 @@ def test_what_a_killed_process_leaves_is_deleted_by_the_next(
     assert not list(tmp_path.rglob(".*"))
 
 
+def test_templates_that_requests_can_name_go_along(tmp_path: Path) -> None:
+    model, output = tmp_path / "model", tmp_path / "made"
+    shutil.copytree(find_model(EngineConfig(model="quire-storyteller")).folder, model)
+    for name in ("additional_chat_templates", "chat_templates"):
+        (model / name).mkdir()
+        (model / name / "rag.jinja").write_text("{{ messages }}")
+    assert main(["quantize", str(model), "--to", "int8", "-o", str(output)]) == 0
+    kept = sorted(str(path.relative_to(output)) for path in output.rglob("*.jinja"))
+    assert kept == ["additional_chat_templates/rag.jinja", "chat_templates/rag.jinja"]
+
+
 def test_a_file_system_is_empty_with_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     assert main(["quantize", "quire-storyteller", "--to", "int8", "-o", str(tmp_path)]) == 0

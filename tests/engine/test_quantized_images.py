@@ -20,6 +20,7 @@ from vision_models import (
 )
 
 from quire import LLM, SamplingParams
+from quire.cli.main import main
 from quire.errors import QuireError
 
 torch = pytest.importorskip("torch")
@@ -171,3 +172,15 @@ def test_a_quantized_tower_is_refused(folder_of: Callable[[str], Path], tmp_path
     stored, _ = _pair(folder_of("llava"), tmp_path, *_gptq("llava"), with_tower=True)
     with pytest.raises(QuireError, match=r"vision_tower.* 20 of them are stored as packed"):
         _answers(stored, "llava")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("family", WRITE)
+def test_a_written_checkpoint_computes_what_quantizing_at_load_computes(
+    family: str, form: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    written = tmp_path / form
+    assert main(["quantize", str(folder_of(family)), "--to", form, "-o", str(written)]) == 0
+    own: dict[str, Any] = {"dtype": "auto"}  # which what is written is in
+    wanted = _answers(folder_of(family), family, quantization=form, **own)
+    assert _answers(written, family, **own) == wanted

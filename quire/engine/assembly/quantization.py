@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from quire.quant.writer import Recipe
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_COPIED_BELOW = ("[0-9]*_*/*", "additional_chat_templates/*.jinja", "chat_templates/*.jinja")
+"""Modules of sentence-transformers, and templates that requests can name."""
 _PREFIX = ".quire-quantize-"
 """Of the folder that is written to until all is complete."""
 _NOT_COPIED = ("config.json", "*.safetensors.index.json")
@@ -78,12 +80,16 @@ def _write(files: ModelFiles, recipe: Recipe, folder: Path) -> None:
     spec, _ = declare_stored(files)
     with SafetensorsCheckpoint(files.folder, spec) as weights:
         changes = write_checkpoint(folder, spec, weights, recipe)
-    (folder / "config.json").write_text(json.dumps({**files.config, **changes}, indent=2) + "\n")
+    config = {**files.config, **changes}
+    text, untied = config.get("text_config"), "tie_word_embeddings"
+    if isinstance(text, dict) and untied in changes:  # of a model with images
+        config["text_config"] = text | {untied: changes[untied]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     excluded = {path for pattern in _NOT_COPIED for path in files.folder.glob(pattern)}
     for path in {path for pattern in _COPIED for path in files.folder.glob(pattern)} - excluded:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-    for path in files.folder.glob("[0-9]*_*/*"):  # modules of sentence-transformers
+    for path in (path for pattern in _COPIED_BELOW for path in files.folder.glob(pattern)):
         if path.is_file():
             (folder / path.parent.name).mkdir(exist_ok=True)
             shutil.copyfile(path, folder / path.parent.name / path.name)
