@@ -125,6 +125,7 @@ def operations() -> list[ApiRoute]:
 @pytest.mark.slow
 def test_every_route_judges_its_query(server: RunningServer) -> None:
     names = {name for each in operations() for name in each.query_kind.__struct_fields__} | {"x"}
+    many = "9" * (3000 // len(names))  # of which a request line holds one for each name
     num_judged = 0
     with httpx.Client(base_url=server.url, timeout=60) as http:
         for operation in operations():
@@ -132,7 +133,7 @@ def test_every_route_judges_its_query(server: RunningServer) -> None:
             for method in sorted((operation.methods or set()) - {"HEAD"}):
                 for value in (
                     "%C2%B2",
-                    "9" * 500,
+                    many,
                     "-1",
                     "%00",
                     "",
@@ -147,7 +148,7 @@ def test_every_route_judges_its_query(server: RunningServer) -> None:
                     )
                     assert answer.status_code < 500, (method, path, value, answer.text)
                     num_judged += 1
-                    if operation.query_kind.__struct_fields__ and value in ("%C2%B2", "9" * 500):
+                    if operation.query_kind.__struct_fields__ and value in ("%C2%B2", many):
                         assert answer.status_code == 400, (method, path, value)
     assert num_judged > 250
 
