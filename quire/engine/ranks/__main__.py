@@ -43,7 +43,10 @@ def main(arguments: Sequence[str]) -> int:
 def _run_rank() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
-    start = json.loads(sys.stdin.readline())
+    told = sys.stdin.readline()
+    if not told:  # rank 0 is gone already
+        return 0
+    start = json.loads(told)
     logging.basicConfig(format=f"quire: rank {start['rank']}: %(levelname)s: %(message)s")
     threading.Thread(target=_end_with_input, name="quire-parent", daemon=True).start()
     try:
