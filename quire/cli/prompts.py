@@ -109,9 +109,8 @@ class ChatEncoder:
 
 
 def _read_file(name: str) -> Iterable[NamedPrompt]:
-    lines = _read_text(name, MAX_TEXT_BYTES).split(
-        "\n"
-    )  # JSON and prose may hold other ends of lines
+    # JSON and prose may hold other ends of lines
+    lines = _read_text(name, MAX_TEXT_BYTES).split("\n")
     is_json = name.endswith(".jsonl")
     return [
         _parse_line(line, f"{name}:{number}") if is_json else NamedPrompt(line, line)
