@@ -292,6 +292,7 @@ def test_so_many_run_at_once_and_the_others_wait(tmp_path: Path) -> None:
         client.batches.cancel(made[3])  # one that waits
         wait(client, made[3], "cancelled")
         client.batches.cancel(made[0])
+        wait(client, made[0], "cancelled")
         wait(other, theirs, "in_progress")  # before the third: who has nothing comes first
         assert statuses(client) == ["cancelled", "in_progress", "validating", "cancelled"]
         until(lambda: len(fake.streams) == 5)
