@@ -2,7 +2,8 @@
 
 Forms: `bfloat16`, `float32`; any other is given to `quantization` (`int8`, `int4`), unless the
 model is a file (GGUF).
-Extra: any engine option, `kv_cache_dtype=int8`.
+Extra: any engine option, `kv_cache_dtype=int8`; `instruction_set=avx2` computes as on a processor
+that has no better one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from benchmarks.peers.runner import Options, serve
 from quire import LLM, __version__
 from quire.bench.measure import measure, params_of
 from quire.bench.workload import BenchRequest
+from quire.kernels import cpu
 
 
 class QuirePeer:
@@ -30,11 +32,12 @@ class QuirePeer:
             chosen["dtype"] = options.form
         elif options.model.is_dir():
             chosen["quantization"] = options.form
+        extra = dict(options.extra)
+        if "instruction_set" in extra:
+            cpu.set_isa(extra.pop("instruction_set"))
         if options.extra.get("device") == "cuda":
             del chosen["kv_cache_memory"]  # what a GPU has is for this engine
-        chosen |= {
-            name: int(value) if value.isdigit() else value for name, value in options.extra.items()
-        }
+        chosen |= {name: int(value) if value.isdigit() else value for name, value in extra.items()}
         self.version = __version__
         self._llm = LLM(str(options.model), **chosen)
         self.settings = {each.name: each.value for each in self._llm.engine.plan.decisions}

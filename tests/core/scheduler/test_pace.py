@@ -74,7 +74,7 @@ def test_decodes_that_take_the_whole_target_leave_prompts_a_quarter() -> None:
 
 def test_steps_are_not_so_short_that_they_only_read_weights() -> None:
     costs, decodes = _COSTS._replace(step_s=0.002), [RowWork(0, 5, 1, ONE_SAMPLE)]
-    assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.036), "1.8 targets at most"
+    assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.040), "two targets at most"
     assert _pace(0.040, costs).prompt_s(decodes, 0) == pytest.approx(0.060), "thirty times 2 ms"
     costs = costs._replace(context_s=1e-6)
     assert _pace(0.040, costs).prompt_s(decodes, 0, context_len=300) == pytest.approx(0.069), (
