@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+from quire.common.frozen_record import replace
 from quire.core.images import Image, PlacedImage
 from quire.errors import InvalidParameterError, UnavailableError
 from quire.media.known import ImageName, KnownImages

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from quire.common.frozen_record import replace
 from quire.errors import InvalidParameterError, UnsupportedModelError
 from quire.media.decoding import MAX_PIXELS, Pixels, pillow
 from quire.models.image_processing import ImageProcessing, read_pan_and_scan

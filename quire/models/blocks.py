@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from quire.common.frozen_record import FrozenRecord
 from quire.common.kv_formats import KV_FORMATS
 from quire.models.rope import RopeSpec
 from quire.models.tensors import LinearSpec, NormSpec, TensorSpec
@@ -29,8 +30,7 @@ class KVLayerSpec(NamedTuple):
         return num_rows * KV_FORMATS[kv_format].row_bytes(self.head_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(FrozenRecord):
     """Causal self-attention with grouped heads."""
 
     query: LinearSpec
@@ -81,8 +81,7 @@ class AttentionSpec:
         return 4 * self.num_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(FrozenRecord):
     """Causal attention over one vector per token, which all heads share (DeepSeek V2,
     arXiv:2405.04434, section 2.1).
 
@@ -165,8 +164,7 @@ class MlpSpec:
         return ((self.up,) if self.gate is None else (self.gate, self.up), (self.down,))
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
+class ExpertsSpec(FrozenRecord):
     """Gated MLPs, of which a router chooses some for each token, and one that computes all."""
 
     router: LinearSpec
@@ -199,8 +197,7 @@ AnyAttention = AttentionSpec | LatentAttentionSpec
 Mixer = AnyAttention | MlpSpec | ExpertsSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Sublayer:
+class Sublayer(FrozenRecord):
     """`post_norm(mixer(norm(x)))`; any norm may be absent."""
 
     norm: NormSpec | None
@@ -210,8 +207,7 @@ class Sublayer:
     """Of the residual stream, once the output has joined it (as in BERT)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSpec:
+class BlockSpec(FrozenRecord):
     """What the residual stream passes through: stages, one after the other. The sublayers of a
     stage read the same stream, and each adds its output to it.
     """

@@ -4,8 +4,8 @@ stored tensor, so that a rank reads no more than its own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from quire.common.frozen_record import replace
 from quire.models.declaration import DecoderSpec
 from quire.models.tensors import LinearSpec, TensorSpec
 from quire.program.sharding import Ranges, within

@@ -8,12 +8,11 @@ devices, tensor parallelism, quantisation or LoRA.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from quire.common.frozen_record import FrozenRecord
 from quire.models.blocks import AnyAttention, BlockSpec, KVLayerSpec, MlpSpec
 from quire.models.rope import RopeSpec
 from quire.models.tensors import DTYPE_BYTES, LinearSpec, NormSpec, TensorSpec
@@ -25,8 +24,7 @@ DenseActivation = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class DenseSpec:
+class DenseSpec(FrozenRecord):
     """A layer on a pooled vector: `norm(activation(linear(x)))`, in float32."""
 
     linear: LinearSpec
@@ -36,8 +34,7 @@ class DenseSpec:
     """The folder inside the model's whose file holds it; None: the checkpoint itself does."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClassifierSpec:
+class ClassifierSpec(FrozenRecord):
     """From hidden states to the logits of classes."""
 
     kind: PoolingKind
@@ -46,8 +43,7 @@ class ClassifierSpec:
     """Whether each token has classes, not the text; `kind` then says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class PositionBiasSpec:
+class PositionBiasSpec(FrozenRecord):
     """What all layers add to scores by how far a key is from its query, in buckets that become
     wider with the distance (T5, arXiv:1910.10683)."""
 
@@ -57,8 +53,7 @@ class PositionBiasSpec:
     """Keys further away share the last bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowsSpec:
+class RowsSpec(FrozenRecord):
     """A program over rows that come from outside: `exit(final_norm(blocks(norm(entry(x)))))`, of
     which anything may be absent."""
 
@@ -90,8 +85,7 @@ class RowsSpec:
         return (*first, *(parts for block in self.blocks for parts in block.projections), *last)
 
 
-@dataclass(frozen=True, slots=True)
-class VisionSpec:
+class VisionSpec(FrozenRecord):
     """How a model reads images: a tower over patches, and a projector from what it gives to rows
     that stand where tokens' embeddings would."""
 
@@ -148,8 +142,7 @@ class VisionSpec:
         return self.patch_size * self.merge
 
 
-@dataclass(frozen=True, slots=True)
-class StatesSpec:
+class StatesSpec(FrozenRecord):
     """What a draft head reads of each token: its embedding, and a hidden state of the target at the
     token before it, joined in this order. `entry` makes the stream of both. Without one, the first
     mixer reads both, and the state is the stream."""
@@ -172,8 +165,7 @@ class FlopsPerToken(NamedTuple):
     which only tokens need whose hidden states are wanted."""
 
 
-@dataclass(frozen=True)
-class DecoderSpec:
+class DecoderSpec(FrozenRecord):
     """A whole decoder; or an encoder, whose attention is not causal."""
 
     architecture: str
@@ -342,6 +334,6 @@ def _walk_tensors(node: object) -> Iterator[TensorSpec]:
     elif isinstance(node, tuple):
         for item in node:
             yield from _walk_tensors(item)
-    elif dataclasses.is_dataclass(node):
-        for field in dataclasses.fields(node):
-            yield from _walk_tensors(getattr(node, field.name))
+    else:  # a record, or a dataclass; anything else has no fields
+        for name in getattr(node, "__match_args__", ()):
+            yield from _walk_tensors(getattr(node, name))

@@ -4,9 +4,9 @@ ones from some layer on."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 
+from quire.common.frozen_record import FrozenRecord, replace
 from quire.models.blocks import BlockSpec, ExpertsSpec, LatentAttentionSpec
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec
@@ -22,8 +22,7 @@ LATENT_EPS = 1e-6
 MAX_EXTRA_LAYERS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class LatentSizes:
+class LatentSizes(FrozenRecord):
     """Sizes of latent attention."""
 
     num_heads: int

@@ -3,8 +3,7 @@ Families with other spellings read their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from quire.common.frozen_record import FrozenRecord
 from quire.models.config_reader import ConfigReader
 from quire.models.tensors import LinearSpec, TensorSpec, linear
 from quire.program.operations import Activation
@@ -22,8 +21,7 @@ _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-@dataclass(frozen=True, slots=True)
-class Dimensions:
+class Dimensions(FrozenRecord):
     """Sizes of a decoder, checked against each other."""
 
     num_layers: int

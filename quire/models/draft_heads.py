@@ -9,10 +9,10 @@ of DeepSeek V3 (arXiv:2412.19437, section 2.2). A head computes at position `i` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from quire.common.frozen_record import FrozenRecord, replace
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.models.blocks import BlockSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
@@ -36,8 +36,7 @@ TARGET_IDS, HAS_DRAFT_ID = "d2t", "t2d"
 there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSpec:
+class HeadSpec(FrozenRecord):
     """A draft head, and what it reads of the target."""
 
     decoder: DecoderSpec

@@ -3,9 +3,9 @@ names of their weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from quire.common.frozen_record import FrozenRecord, replace
 from quire.models.blocks import ExpertsSpec, MlpSpec
 from quire.models.config_reader import ConfigReader
 from quire.models.dimensions import read_windows
@@ -28,8 +28,7 @@ MAX_EXPERTS = 4096
 """In a layer; more is a mistake in a config, and would take minutes to declare."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
+class ExpertNames(FrozenRecord):
     """What a checkpoint calls things within a mixture of experts."""
 
     gate: str = "gate_proj"

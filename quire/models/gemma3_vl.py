@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
+from quire.common.frozen_record import replace
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec, RowsSpec, VisionSpec
 from quire.models.dimensions import read_dtype

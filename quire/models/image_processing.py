@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any
 
+from quire.common.frozen_record import FrozenRecord
 from quire.errors import UnsupportedModelError
 
 MAX_RATIO = 200
@@ -72,8 +72,7 @@ _OWN_SIZES: Mapping[str, Any] = {
 """Of processors that leave each image a size of its own: Qwen2-VL's."""
 
 
-@dataclass(frozen=True, slots=True)
-class PanAndScan:
+class PanAndScan(FrozenRecord):
     """Crops of narrow images, which the model reads beside the whole."""
 
     is_on: bool
@@ -89,8 +88,7 @@ class PanAndScan:
         return dict(zip(_PAN_AND_SCAN, values, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class ImageProcessing:
+class ImageProcessing(FrozenRecord):
     """What is done to an image's RGB pixels, in this order."""
 
     pads_to_square: bool

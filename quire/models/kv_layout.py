@@ -10,8 +10,8 @@ and one pool of them serves all, to the last block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from quire.common.frozen_record import FrozenRecord
 from quire.common.numbers import ceil_div
 from quire.models.blocks import KVLayerSpec
 
@@ -19,8 +19,7 @@ MAX_PADDING = 0.04
 """Of the memory that layers need: what may lie idle where a group has fewer layers than fit."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
+class KVLayout(FrozenRecord):
     """Groups of layers; layers are numbered in the order of their caches."""
 
     windows: tuple[int | None, ...]

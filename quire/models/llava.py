@@ -4,8 +4,8 @@ and a decoder of another family."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
+from quire.common.frozen_record import replace
 from quire.models.clip import declare_clip
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec, RowsSpec, VisionSpec

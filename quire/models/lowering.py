@@ -6,8 +6,7 @@ for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from quire.common.frozen_record import FrozenRecord
 from quire.models.blocks import (
     AttentionSpec,
     BlockSpec,
@@ -23,8 +22,7 @@ from quire.models.tensors import LinearSpec, NormSpec, TensorSpec
 from quire.program import operations as ops
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(FrozenRecord):
     """What the numbers of a program stand for."""
 
     linears: tuple[tuple[LinearSpec, ...], ...]

@@ -3,9 +3,9 @@ and on whole projections of queries and keys."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
+from quire.common.frozen_record import replace
 from quire.models.blocks import BlockSpec, Sublayer, sequential
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec

@@ -3,9 +3,9 @@ in place of the MLP."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
+from quire.common.frozen_record import replace
 from quire.models.blocks import BlockSpec
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec

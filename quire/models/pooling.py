@@ -7,9 +7,10 @@ names: the last layer's outputs are logits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, get_args
 
+from quire.common.frozen_record import FrozenRecord
 from quire.models.declaration import DenseSpec, PoolingKind
 
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
@@ -18,8 +19,7 @@ OF_WHOLE: frozenset[PoolingKind] = frozenset(POOLING_KINDS) - {"last"}
 """Kinds that need other hidden states than the last token's."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueryExpansion:
+class QueryExpansion(FrozenRecord):
     """Queries are filled up with a token up to a length, and its vectors count."""
 
     length: int
@@ -31,8 +31,7 @@ class QueryExpansion:
     """Whether longer queries are cut to the length."""
 
 
-@dataclass(frozen=True, slots=True)
-class LateInteraction:
+class LateInteraction(FrozenRecord):
     """How vectors of tokens are compared (ColBERT, arXiv:2004.12832): the sum, over a query's
     tokens, of the highest product with any of a document's (MaxSim)."""
 
@@ -51,8 +50,7 @@ class LateInteraction:
     mask token, that of the text's end fills queries up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingSpec:
+class PoolingSpec(FrozenRecord):
     """From hidden states to vectors, or to the logits of classes."""
 
     task: Literal["embed", "classify"]
@@ -77,7 +75,7 @@ class PoolingSpec:
     """Whether the first elements of a vector are a vector; the lengths that are, where the model
     names them.
     """
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = MappingProxyType({})
     """Texts to put before an input, by name."""
     default_prompt: str | None = None
     """The name of the one that is put before inputs that ask for none."""

@@ -4,9 +4,9 @@ Qwen 3's sparse family shares its shape (`SparseQwen`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 
+from quire.common.frozen_record import FrozenRecord, replace
 from quire.models.blocks import BlockSpec, ExpertsSpec, Mixer
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec
@@ -23,8 +23,7 @@ from quire.models.tensors import linear, rms_norm
 from quire.program.operations import Activation, Routing
 
 
-@dataclass(frozen=True, slots=True)
-class SparseQwen:
+class SparseQwen(FrozenRecord):
     """What both generations say of a sparse decoder."""
 
     size: Dimensions

@@ -5,9 +5,9 @@ the same way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
+from quire.common.frozen_record import replace
 from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer, sequential
 from quire.models.clip import VISION_ACTIVATIONS
 from quire.models.config_reader import ConfigReader

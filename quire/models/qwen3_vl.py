@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
+from quire.common.frozen_record import replace
 from quire.models.clip import VISION_ACTIVATIONS
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec, RowsSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 
+from quire.common.frozen_record import replace
 from quire.errors import UnsupportedModelError
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec

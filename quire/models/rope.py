@@ -10,28 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from quire.common.frozen_record import FrozenRecord
 from quire.models.config_reader import ConfigReader
 
 
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
+class LinearScaling(FrozenRecord):
     """Positions divided by `factor`."""
 
     factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class DynamicScaling:
+class DynamicScaling(FrozenRecord):
     """NTK-aware scaling of the base beyond `original_len` tokens."""
 
     factor: float
     original_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
+class YarnScaling(FrozenRecord):
     """YaRN (Peng et al., arXiv:2309.00071): interpolated low frequencies, kept high ones,
     a ramp between."""
 
@@ -45,8 +42,7 @@ class YarnScaling:
     """What DeepSeek's attention multiplies scores by besides (arXiv:2405.04434, section 3.1.4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(FrozenRecord):
     """Llama 3.1's scaling by wavelength."""
 
     factor: float
@@ -55,8 +51,7 @@ class Llama3Scaling:
     high_freq_factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class LongScaling:
+class LongScaling(FrozenRecord):
     """LongRoPE (Ding et al., arXiv:2402.13753): a factor per frequency,
     one list for short contexts, one for long."""
 
@@ -74,8 +69,7 @@ _MIN_FACTOR = 1e-3
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongScaling
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeSpec(FrozenRecord):
     """Rotation of the leading `rotated_dim` values of every head, halves paired (i,
     i + rotated_dim / 2)."""
 

@@ -4,9 +4,10 @@ Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.common.frozen_record import replace
 from quire.models.cutting import cut, cut_outputs, divisible_tokens
 from quire.models.declaration import DecoderSpec
 from quire.models.lowering import Parameters, lower, projection_sizes

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.common.frozen_record import replace
 from quire.errors import ConfigError
 from quire.kernels.interface import AttentionBatch, ForwardPass, Kernels, Weights
 from quire.kernels.placed import PlacedRows, Rotations, StepContent

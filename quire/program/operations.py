@@ -11,8 +11,9 @@ data that knows no tensor and no back end. Operations run in the order of the li
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from quire.common.frozen_record import FrozenRecord
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
 """A function of one number; `gelu_sigmoid` is `x * sigmoid(1.702 x)` (CLIP)."""
@@ -44,15 +45,13 @@ def _place(name: str, names: tuple[str, ...]) -> int:
     return names.index(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(FrozenRecord):
     """Computes values from values."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Embed(Operation):
     """Gathers the rows of a table that the token ids, or the positions, name."""
 
@@ -60,7 +59,6 @@ class Embed(Operation):
     of: Literal["token_ids", "positions"]
 
 
-@dataclass(frozen=True, slots=True)
 class AdaptEmbedding(Operation):
     """Adds to tokens' embeddings what the adapters of their rows add to them."""
 
@@ -68,43 +66,36 @@ class AdaptEmbedding(Operation):
     """By which adapters know the embedding."""
 
 
-@dataclass(frozen=True, slots=True)
 class Place(Operation):
     """Replaces rows by the first columns of those that the step brings for them from outside, if it
     brings any."""
 
 
-@dataclass(frozen=True, slots=True)
 class AddPlaced(Operation):
     """Adds to rows some columns of those that the step brings for them from outside."""
 
     first_column: int
 
 
-@dataclass(frozen=True, slots=True)
 class Take(Operation):
     """The rows that the step brings from outside; zeros for tokens that it brings none for."""
 
 
-@dataclass(frozen=True, slots=True)
 class Join(Operation):
     """The columns of the first input, then those of the second."""
 
 
-@dataclass(frozen=True, slots=True)
 class Scale(Operation):
     """Multiplies by a number, which is rounded to the compute dtype first."""
 
     factor: float
 
 
-@dataclass(frozen=True, slots=True)
 class Add(Operation):
     """Adds two values; in the residual stream the first one is the stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class NormWeights:
+class NormWeights(FrozenRecord):
     """An RMS norm, or a layer norm, of each `size` neighbouring elements of a row."""
 
     kind: Literal["rms", "layer"]
@@ -115,14 +106,12 @@ class NormWeights:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
 class Norm(Operation):
     """Normalises each row."""
 
     norm: NormWeights
 
 
-@dataclass(frozen=True, slots=True)
 class AddNorm(Operation):
     """`(x, residual)` to `(norm(x + residual), x + residual)`,
     the sum rounded before it is normalised."""
@@ -130,7 +119,6 @@ class AddNorm(Operation):
     norm: NormWeights
 
 
-@dataclass(frozen=True, slots=True)
 class Linear(Operation):
     """`x @ weight.T + bias`, or some neighbouring columns of it."""
 
@@ -140,7 +128,6 @@ class Linear(Operation):
     """Rows that use an adapter get what it adds to these outputs, once they are rounded."""
 
 
-@dataclass(frozen=True, slots=True)
 class GatedLinear(Operation):
     """`activation(x @ gate.T) * (x @ up.T)`; the weight has the gate's
     outputs before the other ones."""
@@ -152,8 +139,7 @@ class GatedLinear(Operation):
     before the activation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(FrozenRecord):
     """How experts are chosen by logits: the largest, the lowest id first among equals.
 
     With the "sigmoid" of a logit as score, an expert is chosen by its score plus a bias, and weighs
@@ -190,7 +176,6 @@ class Routing:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Experts(Operation):
     """The sum of what the chosen experts make of each row, in the order of the choices.
 
@@ -216,20 +201,17 @@ class Experts(Operation):
     float32."""
 
 
-@dataclass(frozen=True, slots=True)
 class GateRows(Operation):
     """Multiplies each row of the first input by the sigmoid of the second one's only column."""
 
 
-@dataclass(frozen=True, slots=True)
 class Activate(Operation):
     """Applies an activation to each element."""
 
     activation: Activation
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(FrozenRecord):
     """A row of heads: queries, then keys, then as many values."""
 
     num_queries: int
@@ -257,19 +239,16 @@ class Heads:
         return self.num_keys * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
 class InPlaceOperation(Operation):
     """Changes rows in place: the output takes the memory of the input, which nothing else reads."""
 
 
-@dataclass(frozen=True, slots=True)
 class HeadOperation(InPlaceOperation):
     """Changes rows of heads."""
 
     heads: Heads
 
 
-@dataclass(frozen=True, slots=True)
 class NormHeads(HeadOperation):
     """Norm of the queries, or of the keys: of each head, or of all of them together,
     as the norm's size says."""
@@ -278,7 +257,6 @@ class NormHeads(HeadOperation):
     norm: NormWeights
 
 
-@dataclass(frozen=True, slots=True)
 class Rope(HeadOperation):
     """Rotates queries and keys: by what the step brings for each token, or by their positions."""
 
@@ -286,14 +264,12 @@ class Rope(HeadOperation):
     """By positions; None: the step brings what turns all pairs of a head."""
 
 
-@dataclass(frozen=True, slots=True)
 class WriteKV(HeadOperation):
     """Stores keys and values in a cache; the row stays as it is."""
 
     cache: int
 
 
-@dataclass(frozen=True, slots=True)
 class PrepareHeads(HeadOperation):
     """Several operations on a row of heads in one;
     `parts` name the fused operation's values at both ends."""
@@ -318,7 +294,6 @@ class PrepareHeads(HeadOperation):
         return next((part.cache for part in self.parts if isinstance(part, WriteKV)), None)
 
 
-@dataclass(frozen=True, slots=True)
 class HeadLinear(Operation):
     """Multiplies the first elements of each head by a weight of the head's own. What is behind them
     follows the product."""
@@ -330,7 +305,6 @@ class HeadLinear(Operation):
     """Elements of a head behind those that are multiplied."""
 
 
-@dataclass(frozen=True, slots=True)
 class RotateTails(InPlaceOperation):
     """Rotates the last elements of each head by their position, as many as the table has."""
 
@@ -340,7 +314,6 @@ class RotateTails(InPlaceOperation):
     """Neighbours are pairs; else the halves are."""
 
 
-@dataclass(frozen=True, slots=True)
 class WriteLatent(InPlaceOperation):
     """Stores each row in a cache, as the only key of its token and its value: normalised, but for
     what is behind the norm's width, which is rotated (arXiv:2405.04434, section 2.1)."""
@@ -352,7 +325,6 @@ class WriteLatent(InPlaceOperation):
     cache: int
 
 
-@dataclass(frozen=True, slots=True)
 class Attend(Operation):
     """Causal attention of the queries, which the input's rows begin with, over a cache."""
 
@@ -368,7 +340,6 @@ class Attend(Operation):
     key. The output's heads are as long."""
 
 
-@dataclass(frozen=True, slots=True)
 class AttendAll(Operation):
     """Attention of the input's rows of heads over one another, in each sequence: before and
     behind, or less than `window` away."""
@@ -380,17 +351,14 @@ class AttendAll(Operation):
     """Added to scores, by how far the key is from the query."""
 
 
-@dataclass(frozen=True, slots=True)
 class Select(Operation):
     """Keeps the rows of the wanted tokens alone."""
 
 
-@dataclass(frozen=True, slots=True)
 class Scatter(Operation):
     """The first input, with the wanted tokens' rows replaced by those of the second."""
 
 
-@dataclass(frozen=True, slots=True)
 class Gather(Operation):
     """The whole value, of which each rank has some columns: no sum crosses ranks."""
 
@@ -400,7 +368,6 @@ class Gather(Operation):
     """Of the output."""
 
 
-@dataclass(frozen=True, slots=True)
 class EmbedGathered(Operation):
     """`Embed` of token ids, of whose table each rank has some rows."""
 
@@ -410,8 +377,7 @@ class EmbedGathered(Operation):
     num_ids: int
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(FrozenRecord):
     """From hidden states to logits, where they are needed:
     `soft_cap * tanh(linear(norm(x)) / soft_cap)`, in float32."""
 
@@ -421,8 +387,7 @@ class Head:
     soft_cap: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(FrozenRecord):
     """A decoder from token ids to hidden states, and its head."""
 
     operations: tuple[Operation, ...]

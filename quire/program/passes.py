@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+from quire.common.frozen_record import replace
 from quire.program import operations as ops
 from quire.program.operations import Program
 

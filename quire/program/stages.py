@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from quire.common.frozen_record import replace
 from quire.program import operations as ops
 from quire.program.operations import Program
 

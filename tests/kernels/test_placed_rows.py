@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from vision_models import (
     qwen_config,
 )
 
+from quire.common.frozen_record import replace
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.kernels.interface import AttentionBatch

@@ -4,12 +4,12 @@ and what it leaves behind."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from quire.common.frozen_record import replace
 from quire.kernels.interface import AttentionBatch, ForwardPass, Kernels
 from quire.kernels.interpreter import Interpreter
 from quire.models.blocks import AttentionSpec, BlockSpec, MlpSpec, Sublayer

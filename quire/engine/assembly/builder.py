@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.common.frozen_record import replace
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.adapters import LoadedAdapters

@@ -4,11 +4,11 @@ one is."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles, find_model
 from quire.engine.assembly.planned_model import DraftFiles, PlannedModel

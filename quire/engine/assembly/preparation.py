@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.common.capabilities import FP8_CAPABILITY
 from quire.common.file_states import States, check_unchanged
+from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
 from quire.engine.assembly import loading
 from quire.engine.assembly.drafting import find_draft, weight_formats

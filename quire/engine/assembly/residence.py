@@ -4,12 +4,12 @@ loaded again, or others in their place."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.file_states import States, check_unchanged
+from quire.common.frozen_record import replace
 from quire.common.pages import CAN_DISCARD
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.loading import LoadedModel, load_model

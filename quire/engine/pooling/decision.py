@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles
 from quire.errors import ConfigError, UnsupportedModelError

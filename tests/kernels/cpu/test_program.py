@@ -20,6 +20,7 @@ from program_cases import (
 )
 from torch import Tensor
 
+from quire.common.frozen_record import replace
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.kernels.interface import AttentionBatch, Kernels
@@ -226,5 +227,5 @@ def test_what_cannot_be_run_has_reasons(native: Kernels) -> None:
         build(declare(config), native)
     program, _ = lower(SPECS["qwen3"])
     assert native.reasons_against(program) == []
-    strange = dataclasses.replace(program, operations=(*program.operations, Operation((), ())))
+    strange = replace(program, operations=(*program.operations, Operation((), ())))
     assert native.reasons_against(strange) == ["has no operation Operation"]
