@@ -35,7 +35,8 @@ from quire.config.speculation import SpeculationConfig
 from quire.core.params import SamplingParams
 from quire.core.request import Sequence as Tokens
 from quire.core.speculation.drafters import Draft
-from quire.core.speculation.methods import forced_speculator, speculator_of
+from quire.core.speculation.forced import forced_speculator
+from quire.core.speculation.methods import speculator_of
 from quire.core.speculation.speculator import Speculator
 from quire.core.step_cost import StepCostModel
 from quire.core.structure import StructuredOutputsParams

@@ -18,21 +18,13 @@ from quire.engine.front import absent as without
 from quire.engine.front.absent import BoundToProcess, absent
 from quire.engine.front.adapters import ChosenAdapter, LoRARequests
 from quire.engine.front.digest import Digest
-from quire.engine.front.image_marks import Marks, marks_of
 from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.front.prompts import Prompt, PromptDict, as_prompts, with_truncation
+from quire.engine.front.prompts import Prompt, as_prompts, with_truncation
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.loop.engine import Engine
 from quire.engine.loop.sharing import Output, Session, is_last
 from quire.engine.pooling.calls import PoolingCalls
 from quire.errors import ConfigError, InvalidParameterError, RequestError
-from quire.grammar.judge import judge
-from quire.media.parts import take_images, with_parts
-from quire.media.sources import ImageSource
-from quire.text.chat import ChatTemplate, encode_chat
-from quire.text.chat_arguments import check_chat
-from quire.text.content_format import ContentFormat, as_content_format
-from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -40,10 +32,12 @@ if TYPE_CHECKING:
 
     from quire.engine.arg_utils import EngineArgs
     from quire.engine.decisions.prompts import DecisionPrompts
+    from quire.engine.front.conversations import Conversation
     from quire.engine.front.metrics import Metric
+    from quire.text.chat import ChatTemplate
+    from quire.text.content_format import ContentFormat
+    from quire.text.pretrained import PretrainedTokenizer
 
-Conversation = Sequence[Mapping[str, Any]]
-"""Messages, each `{"role": ..., "content": ...}`."""
 Progress = bool | Callable[..., Any]
 """Whether to show a progress bar, or what makes one, called as `tqdm` is."""
 
@@ -130,6 +124,10 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         `chat_template_content_format` says how contents reach the template: "string" as text,
         "openai" as lists of parts, "auto" as they are given.
         """
+        # not every program chats: the template's part takes a twentieth of the import of `LLM`
+        from quire.engine.front.conversations import ConversationPrompts
+        from quire.text.chat_arguments import check_chat
+
         check_chat(messages, tools, chat_template, chat_template_kwargs)
         if self.engine.images is None:
             without.refuse_media(mm_processor_kwargs)
@@ -141,26 +139,8 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
             tools=tools,
             template_kwargs=chat_template_kwargs,
         )
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Conversation] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            plain, sources = take_images(with_parts(conversation, template.source))
-            shown = as_content_format(plain, chat_template_content_format)
-            if self.engine.images is not None and chat_template_content_format == "auto":
-                shown = template.needs.fit_messages(shown)
-            rendered, marks = render(shown), None
-            if self.engine.images is not None and sources:
-                sources, marks = self._marked(sources, mm_processor_kwargs)
-            prompt: PromptDict = {
-                "prompt": rendered,
-                "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered, marks),
-            }
-            if sources:
-                prompt["multi_modal_data"] = {"image": sources}
-            if mm_processor_kwargs:
-                prompt["mm_processor_kwargs"] = mm_processor_kwargs
-            prompts.append(prompt)
+        made = ConversationPrompts(template, self._chat_tokenizer(), self.engine.images)
+        prompts = made.prompts(messages, render, chat_template_content_format, mm_processor_kwargs)
         return self.generate(
             prompts,
             sampling_params,
@@ -321,21 +301,10 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         has_template = self._chat_template is not None or tokenizer.chat_template is not None
         return DecisionPrompts(tokenizer, self._template(None) if has_template else None)
 
-    def _marked(
-        self, sources: list[ImageSource], settings: Mapping[str, Any] | None
-    ) -> tuple[list[ImageSource], Marks | None]:
-        """Read the images of a chat whose text depends on them, and return them with what it has in
-        their places; leave others to be read with their prompt."""
-        reader = self.engine.images
-        assert reader is not None
-        if reader.limits.vision.frame is None:
-            return sources, None
-        read = reader.read([each._replace(settings=settings) for each in sources])
-        known = [each._replace(content=got) for each, got in zip(sources, read, strict=True)]
-        return known, marks_of(reader.limits.vision, self._chat_tokenizer(), read)
-
     def _template(self, source: str | None) -> ChatTemplate:
         """Return the template of a call, else the one given for all, else the model's."""
+        from quire.text.chat import ChatTemplate
+
         tokenizer = self._chat_tokenizer()
         source = self._chat_template if source is None else source
         return (
@@ -371,6 +340,8 @@ class LLM(BoundToProcess, PoolingCalls, DecisionCalls):
         for each in copies.values():
             each.output_kind = RequestOutputKind.FINAL_ONLY
             if each.structured_outputs is not None:
+                from quire.grammar.judge import judge
+
                 judge.check(each.structured_outputs.wire)
         return [copies[id(each)] for each in listed]
 

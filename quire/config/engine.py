@@ -11,16 +11,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.config.foreign import translate
 from quire.config.limits import POLICIES
 from quire.config.paths import checked_path
 from quire.config.processes import DistributedSsl, check_processes
-from quire.config.speculation import SpeculationConfig
-from quire.config.transfer import KVTransferConfig
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.speculation import SpeculationConfig
+    from quire.config.transfer import KVTransferConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy", "gguf")
@@ -518,14 +520,20 @@ class EngineConfig:
     @property
     def speculation(self) -> SpeculationConfig | None:
         """`speculative_config`, judged; None where nothing is drafted."""
-        given = self.speculative_config
-        return None if given is None else SpeculationConfig.from_mapping(given)
+        if self.speculative_config is None:
+            return None
+        from quire.config.speculation import SpeculationConfig
+
+        return SpeculationConfig.from_mapping(self.speculative_config)
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
         """`kv_transfer_config`, judged; None where nothing is transferred."""
-        given = self.kv_transfer_config
-        return None if given is None else KVTransferConfig.from_mapping(given)
+        if self.kv_transfer_config is None:
+            return None
+        from quire.config.transfer import KVTransferConfig
+
+        return KVTransferConfig.from_mapping(self.kv_transfer_config)
 
     def _check_platform(self) -> None:
         if self.platform is None:

@@ -27,13 +27,13 @@ from quire.engine.loop.engine import Engine
 from quire.engine.loop.sharing import Output, Session, SharedEngine
 from quire.errors import EngineError
 from quire.lora.request import LoRARequest
-from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.arg_utils import EngineArgs
     from quire.engine.front.metrics import Metric
+    from quire.text.pretrained import PretrainedTokenizer
 
 
 class LLMEngine(BoundToProcess):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from string import ascii_letters
@@ -26,10 +25,6 @@ from quire.grammar.lexemes import gbnf_to_lark
 WHITE_SPACE = r"( |\n {0,64})?"
 """Between the parts of a JSON text. Bounded,
 because small models like to go on with white space forever."""
-STACK_BYTES = 256 << 20
-"""Of threads that compile: the library recurses along chains of references, and a thousand of them
-overflow 8 MiB's half. Only what is touched takes memory.
-"""
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms
     "step_lexer_fuel": 200_000,  # 15 ms a step
@@ -107,7 +102,7 @@ class _Wrapper:
 
 def compile_grammar(grammar: Grammar, vocabulary: NativeVocabulary) -> Any:
     """Return a matcher at the start of the grammar, to be copied. Raises InvalidParameterError.
-    Call it through `with_deep_stack`."""
+    Call it through `deep_stack.with_deep_stack`."""
     library = _library()
     matcher = library.LLMatcher(
         vocabulary.native, _source(library, grammar), log_level=0, limits=_limits(library)
@@ -178,22 +173,6 @@ def _is_empty(matcher: Any) -> bool:
 def _byte_vocabulary() -> NativeVocabulary:
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     return NativeVocabulary(Vocabulary(tokens, frozenset({256}), (256,)))
-
-
-def with_deep_stack(target: Callable[[], None], name: str) -> threading.Thread:
-    """Return a thread, started, on which the library's recursion has room."""
-    with _stack_lock:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread
-
-
-_stack_lock = threading.Lock()
-"""The stack size of new threads is the process's."""
 
 
 def embedded_schema(text: str, *, is_compact: bool = False) -> str:

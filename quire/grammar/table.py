@@ -13,12 +13,15 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.grammars import Grammar, GrammarVerdict
 from quire.errors import RequestError
-from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar, with_deep_stack
+from quire.grammar.deep_stack import with_deep_stack
 from quire.grammar.matcher import Matcher
+
+if TYPE_CHECKING:
+    from quire.grammar.backend import NativeVocabulary, Vocabulary
 
 MAX_GRAMMARS = 256
 MAX_TEXT_BYTES = 4 << 20
@@ -102,6 +105,9 @@ class GrammarTable:
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
                 return compiled
+        # in its thread, where nothing waits for the import of a compiler that may never be needed
+        from quire.grammar.backend import NativeVocabulary, compile_grammar
+
         if self._vocabulary is None:
             self._vocabulary = NativeVocabulary(self._make_vocabulary())
         compiled = compile_grammar(grammar, self._vocabulary)

@@ -11,7 +11,8 @@ import time
 
 from quire.core.grammars import Grammar
 from quire.errors import InvalidParameterError
-from quire.grammar.backend import validate, with_deep_stack
+from quire.grammar.backend import validate
+from quire.grammar.deep_stack import with_deep_stack
 from quire.grammar.trial import MAX_BYTES, MAX_COST_S
 
 

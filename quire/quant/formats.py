@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from quire.models.declaration import DecoderSpec
 from quire.models.tensors import DTYPE_BYTES, LinearSpec
@@ -102,6 +102,18 @@ class WeightFormats:
     def has_integers(self) -> bool:
         """Whether anything is quantized."""
         return bool(self.by_name)
+
+
+class FormSupport(NamedTuple):
+    """What forms kernels hold weights in where the model runs; by default on a CPU."""
+
+    keeps_fp8: bool = False
+    """Whether there are kernels for e4m3."""
+    mxfp4_scale_bytes: int = 1
+
+
+GPU_MXFP4_SCALE_BYTES = 4
+"""Scales are float32 there."""
 
 
 def join(formats: Iterable[IntegerFormat]) -> IntegerFormat:

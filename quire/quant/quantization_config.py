@@ -14,13 +14,12 @@ from quire.errors import ConfigError
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec
 from quire.models.tensors import LinearSpec
-from quire.quant.formats import IntegerFormat
+from quire.quant.formats import FormSupport, IntegerFormat
 from quire.quant.storage import (
     Activations,
     AwqStorage,
     CheckpointStorage,
     CompressedStorage,
-    FormSupport,
     Fp8Storage,
     GptqStorage,
     LinearStorage,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from quire.common.numbers import ceil_div
 from quire.errors import ConfigError
@@ -222,18 +222,6 @@ class Mxfp4Storage:
 
     def held(self, linear: LinearSpec) -> IntegerFormat | None:
         return IntegerFormat(4, MXFP4_BLOCK, "float", is_mxfp4=True, scale_bytes=self.scale_bytes)
-
-
-class FormSupport(NamedTuple):
-    """What forms kernels hold weights in where the model runs; by default on a CPU."""
-
-    keeps_fp8: bool = False
-    """Whether there are kernels for e4m3."""
-    mxfp4_scale_bytes: int = 1
-
-
-GPU_MXFP4_SCALE_BYTES = 4
-"""Scales are float32 there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import torch
 
 from quire.kernels import cpu
 from quire.kernels.interface import Kernels
-from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
@@ -19,7 +18,7 @@ def select_sampling(beside: Kernels) -> SamplingKernels:
     """Return the best sampling kernels for logits that `beside` computes; a warning says why,
     where it is the slow reference."""
     if beside.name == "reference":
-        return ReferenceSampling()
+        return _reference()
     if beside.name == "triton":
         from quire.kernels.triton.sampling import TritonSampling
 
@@ -28,7 +27,13 @@ def select_sampling(beside: Kernels) -> SamplingKernels:
     for reason in reasons:
         logger.warning("slow reference sampling is used: %s", reason)
     if reasons:
-        return ReferenceSampling()
+        return _reference()
     from quire.kernels.cpu.sampling import NativeSampling
 
     return NativeSampling()
+
+
+def _reference() -> SamplingKernels:
+    from quire.kernels.reference.sampling import ReferenceSampling
+
+    return ReferenceSampling()

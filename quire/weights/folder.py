@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 SHIPPED_MODELS = ("quire-storyteller", "quire-embedder", "quire-viewer")
 _ASSETS = Path(__file__).parent.parent / "assets"
 _MAX_JSON_BYTES = 16 << 20
+MODULES_NAME = "modules.json"
 _MAX_SHOWN_CHARS = 80
 _PROBE_TIMEOUT_S = 1.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
@@ -80,6 +81,11 @@ def local_path(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:  # of a user whose home is not known
         return Path(name)
+
+
+def has_modules(folder: Path) -> bool:
+    """Return whether a folder has the layout of sentence-transformers."""
+    return is_file(folder / MODULES_NAME)
 
 
 def read_model_config(folder: Path) -> dict[str, object]:

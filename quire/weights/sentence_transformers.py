@@ -17,6 +17,7 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.models.declaration import DenseActivation, DenseSpec, PoolingKind
 from quire.models.pooling import LateInteraction
 from quire.models.tensors import linear
+from quire.weights.folder import MODULES_NAME
 from quire.weights.late_interaction import (
     METADATA,
     PYLATE_DOCUMENT_LEN,
@@ -79,11 +80,6 @@ class StoredPooling(NamedTuple):
     """Where each token has a vector; `kind` is then of no use."""
     texts: StoredTexts | None = None
     """Where they are put otherwise than `read_texts` says."""
-
-
-def has_modules(folder: Path) -> bool:
-    """Whether the folder has the layout."""
-    return is_file(folder / "modules.json")
 
 
 def read_modules(folder: Path) -> StoredPooling | None:
@@ -181,7 +177,7 @@ def read_texts(folder: Path) -> StoredTexts:
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Kind and folder of each module, in order."""
-    path = folder / "modules.json"
+    path = folder / MODULES_NAME
     try:
         listed = json.loads(read_bytes(path, _MAX_BYTES))
     except (ValueError, RecursionError):

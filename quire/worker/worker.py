@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,13 +33,15 @@ from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.worker.batch import StepInputs, gather, move
 from quire.worker.companions import Companion, Companions
-from quire.worker.graphs import GraphBackend, GraphSettings, ScratchBlock, StepGraphs
-from quire.worker.last_tokens import LastTokens, Readback
 from quire.worker.memory import KVMemory
 from quire.worker.outlets.interface import HiddenStates, Outlet, Unread, batches
 from quire.worker.residence import Fixed, Residence
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
+
+if TYPE_CHECKING:
+    from quire.worker.graphs import GraphBackend, GraphSettings, StepGraphs
+    from quire.worker.last_tokens import LastTokens, Readback
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +80,14 @@ class Worker:
     def read_late(self, read: Readback) -> None:
         """Keep sampled tokens on the device and read them with `read`.
         Before the first step and the first graph."""
+        from quire.worker.last_tokens import LastTokens
+
         self.last_tokens = LastTokens(len(self.rows.sampling), self.model.kernels.device, read)
 
     def use_graphs(self, backend: GraphBackend, settings: GraphSettings) -> None:
         """Record small steps and replay them; the last block of the memory must be in no pool."""
+        from quire.worker.graphs import ScratchBlock, StepGraphs
+
         scratch = ScratchBlock(
             self.memory.num_blocks - 1, self.rows.block_size, self.rows.num_groups
         )

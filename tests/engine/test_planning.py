@@ -3,12 +3,12 @@ and the one line that says why something cannot work."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
 from quire.engine.plan import gpu

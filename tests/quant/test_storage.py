@@ -30,8 +30,8 @@ from quire.config.engine import EngineConfig
 from quire.engine.assembly.preparation import plan_engine
 from quire.errors import CheckpointError, ConfigError
 from quire.models.registry import declare
+from quire.quant.formats import FormSupport
 from quire.quant.quantization_config import read_storage
-from quire.quant.storage import FormSupport
 
 PROMPT = [5, 77, 12, 99, 3, 41, 8, 120, 64, 33, 2, 19]
 
@@ -238,7 +238,7 @@ def test_fp8_is_kept_where_there_are_kernels(
         group = config["config_groups"]["group_0"] | {"input_activations": None}
         config = config | {"config_groups": {"group_0": group}}
     quantized, plain = write(tmp_path, pack, config)
-    monkeypatch.setattr("quire.engine.assembly.model_files.read_storage", kept)
+    monkeypatch.setattr("quire.quant.quantization_config.read_storage", kept)
     plan = plan_engine(EngineConfig(model=str(quantized), skip_tokenizer_init=True)).plan
     assert f"fp8 weights, activations {'float' if is_float else 'fp8'}" in plan.formats.summary
     error = (logprobs(quantized, kernels="reference") - logprobs(plain)).square().mean().sqrt()

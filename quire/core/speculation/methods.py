@@ -5,15 +5,12 @@ from __future__ import annotations
 from quire.config.speculation import SpeculationConfig
 from quire.core.drafts import FORCED, MODELLED
 from quire.core.speculation.drafters import Drafter
+from quire.core.speculation.forced import MAX_FORCED
 from quire.core.speculation.lookup import LookupDrafter, OutputMemory, RecallDrafter
 from quire.core.speculation.mixture import BestOf, ModelWorth
 from quire.core.speculation.speculator import Speculator
 from quire.core.speculation.standing import StandingOrders
 from quire.core.step_cost import StepCostModel
-
-MAX_FORCED = 12
-"""Tokens that a grammar is followed ahead: each takes a mask over the vocabulary, which is kept for
-the step that samples there."""
 
 
 def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Speculator:
@@ -35,12 +32,6 @@ def speculator_of(config: SpeculationConfig, costs: StepCostModel | None) -> Spe
         modelled=modelled,
         worth=worth,
     )
-
-
-def forced_speculator(costs: StepCostModel) -> Speculator:
-    """A speculator that drafts only what grammars leave no choice of: for those who configure
-    none."""
-    return Speculator(None, MAX_FORCED, costs=costs, forced=StandingOrders(FORCED, MAX_FORCED))
 
 
 def _drafter_of(config: SpeculationConfig, modelled: StandingOrders | None) -> Drafter:

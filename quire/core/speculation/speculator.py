@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from operator import mul
+from typing import TYPE_CHECKING
 
 from quire.core.plan import ONE_SAMPLE, Record, StepPlan, StepResult, Verify
 from quire.core.request import Sequence
@@ -25,9 +26,11 @@ from quire.core.scheduler.look_ahead import OpenStep
 from quire.core.speculation.acceptance import Acceptance
 from quire.core.speculation.account import NO_DRAFTING, NO_GAIN, DraftAccount, Gain, taken
 from quire.core.speculation.drafters import NO_DRAFT, Draft, Drafter
-from quire.core.speculation.mixture import ModelWorth
 from quire.core.speculation.standing import StandingOrders
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts
+
+if TYPE_CHECKING:
+    from quire.core.speculation.mixture import ModelWorth
 
 logger = logging.getLogger(__name__)
 

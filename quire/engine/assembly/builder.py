@@ -18,28 +18,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.common.frozen_record import replace
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
-from quire.core.scheduler.adapters import LoadedAdapters
-from quire.core.scheduler.experts import CountedExperts
 from quire.core.scheduler.grammars import CompiledGrammars
-from quire.core.scheduler.images import EncodedImages
 from quire.core.scheduler.look_ahead import LookAhead
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.prompt_cache import CacheStats, PromptCache
-from quire.core.speculation.methods import forced_speculator, speculator_of
+from quire.core.speculation.forced import forced_speculator
 from quire.core.step_cost import StepCostModel
-from quire.engine.assembly.drafting import keep_states, load_drafts
 from quire.engine.assembly.loading import load_model
 from quire.engine.assembly.planned_model import PlannedModel
-from quire.engine.assembly.preparation import PreparedModel, prepare_model, read_vocabulary
+from quire.engine.assembly.preparation import (
+    PreparedModel,
+    digest_key,
+    prepare_model,
+    read_vocabulary,
+)
 from quire.engine.assembly.residence import Held, residence_of
 from quire.engine.assembly.threads import set_num_threads
-from quire.engine.assembly.tiers import digest_key, prerequisite_of, stored_blocks
-from quire.engine.assembly.transfers import (
-    blocks_of_all,
-    transferred_blocks,
-    transfers_prerequisite,
-)
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.graphs import GraphPlan
 from quire.engine.plan.machine import Machine
@@ -87,14 +82,26 @@ def prerequisites_of(
         lambda: PromptCache(stats, os.urandom(8).hex()),
     ]
     if (adapters := plan.adapters) is not None:
+        from quire.core.scheduler.adapters import LoadedAdapters
+
         found.append(partial(LoadedAdapters, adapters.max_active, adapters.max_loaded))
     if (images := plan.images) is not None:
+        from quire.core.scheduler.images import EncodedImages
+
         found.append(partial(EncodedImages, images.max_tokens))
     if plan.experts is not None:
+        from quire.core.scheduler.experts import CountedExperts
+
         found.append(CountedExperts)
-    stored = prerequisite_of(plan, None if pace is None else pace.model)
-    transferred = transfers_prerequisite(plan)
-    found += [each for each in (transferred, stored) if each is not None]
+    if plan.transfers is not None:
+        from quire.engine.assembly.transfers import transfers_prerequisite
+
+        found.append(transfers_prerequisite(plan.transfers))
+    if plan.tiers is not None:
+        from quire.engine.assembly.tiers import stored_prerequisite
+
+        costs = StepCostModel(plan.step_costs) if pace is None else pace.model
+        found.append(stored_prerequisite(plan.tiers, costs))
     return tuple(found)
 
 
@@ -127,6 +134,8 @@ def look_ahead_of(planned: PlannedModel, pace: StepPace | None) -> Callable[[], 
     grammars force. `pace` knows the costs. None where rows' bits depend on other rows."""
     plan = planned.plan
     if plan.config.speculation is not None:
+        from quire.core.speculation.methods import speculator_of
+
         return partial(speculator_of, plan.config.speculation, None if pace is None else pace.model)
     if not (plan.generates and plan.config.batch_invariant):
         return None
@@ -263,11 +272,8 @@ def _build_worker(
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
-    from quire.worker.last_tokens import PinnedReadback
     from quire.worker.outlets import outlets_for
-    from quire.worker.outlets.pooling import PoolOutlet
     from quire.worker.rows import RowTable
-    from quire.worker.staging import Staging
     from quire.worker.worker import Worker
 
     plan = planned.plan
@@ -282,8 +288,15 @@ def _build_worker(
     sampler = Sampler(select_sampling(model.kernels), matchers=matchers)
     outlets: list[Outlet] = list(outlets_for(model, rows, sampler)) if plan.generates else []
     if pooler is not None:
+        from quire.worker.outlets.pooling import PoolOutlet
+        from quire.worker.staging import Staging
+
         outlets.append(PoolOutlet(pooler, rows, Staging(model.kernels.device)))
-    drafts = load_drafts(planned, model, sampler, rows)
+    drafts = None
+    if plan.draft is not None:
+        from quire.engine.assembly.drafting import load_drafts
+
+        drafts = load_drafts(planned, model, sampler, rows)
     companions = _companions(planned, built, drafts, matchers, rows, group)
     residence = residence_of(planned, held, drafts)
     if group is not None:
@@ -292,6 +305,8 @@ def _build_worker(
         residence = LedResidence(residence, group)
     worker = Worker(model, memory, rows, outlets, companions=companions, residence=residence)
     if model.kernels.device.type == "cuda":
+        from quire.worker.last_tokens import PinnedReadback
+
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:
         _use_graphs(worker, plan, plan.graphs)
@@ -318,7 +333,11 @@ def _load(planned: PlannedModel, group: RankGroup | None) -> _Built:
     loaded = load_model(planned, selection.kernels, adapters, part)
     if loader is not None:
         loader.model = loaded.decoder.weights
-    model = keep_states(plan, loaded.decoder)
+    model = loaded.decoder
+    if plan.draft is not None:
+        from quire.engine.assembly.drafting import keep_states
+
+        model = keep_states(plan, model)
     memory = kv_memory(plan, model)
     held = Held(loaded, memory, adapters, states, part)
     if group is not None:
@@ -340,10 +359,16 @@ def _companions(
     of a step."""
     from quire.grammar.forced import ForcedTokens
 
-    loaded, states = built.held.model, built.held.states
-    blocks = blocks_of_all(planned.plan, built.memory, group)
-    stored = stored_blocks(planned, blocks, states)
-    transferred = transferred_blocks(planned, blocks, states)
+    plan, loaded, states = planned.plan, built.held.model, built.held.states
+    stored = transferred = None
+    if plan.tiers is not None or plan.transfers is not None:
+        from quire.engine.assembly.tiers import stored_blocks
+        from quire.engine.assembly.transfers import blocks_of_all, transferred_blocks
+
+        blocks = blocks_of_all(plan, built.memory, group)
+        if plan.tiers is not None:
+            stored = stored_blocks(planned, plan.tiers, blocks, states)
+        transferred = transferred_blocks(planned, blocks, states)
     # What is placed is written before it may be read to be stored.
     halves = (
         matchers, ForcedTokens(matchers, rows), built.held.adapters, loaded.images, drafts,

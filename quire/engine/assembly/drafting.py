@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
-from quire.engine.assembly.model_files import ModelFiles, find_model
+from quire.engine.assembly.declaring import declare_stored
+from quire.engine.assembly.model_files import ModelFiles, find_model, weight_formats
 from quire.engine.assembly.planned_model import DraftFiles, PlannedModel
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.speculation import MAX_READ, DraftDeclaration
-from quire.engine.pooling.decision import declare_stored
 from quire.errors import ConfigError, NotAvailableError, QuireError
 from quire.models.declaration import DecoderSpec
 from quire.models.draft_heads import declare_head
-from quire.quant.formats import WeightFormats, formats_at_load
-from quire.quant.gguf_formats import GgufStorage
-from quire.quant.storage import CheckpointStorage, FormSupport
+from quire.quant.formats import FormSupport
 from quire.text.files import read_tokenizer_json
 from quire.weights.folder import resolve_model
 
 if TYPE_CHECKING:
+    from quire.config.speculation import SpeculationConfig
     from quire.nn.decoder import DecoderModel
     from quire.sampling import Sampler
     from quire.spec.companion import ModelDrafts
@@ -32,26 +31,13 @@ if TYPE_CHECKING:
     from quire.worker.rows import RowTable
 
 _QUANTIZATION = "quantization_config"
-Storage = CheckpointStorage | GgufStorage | None
-
-
-def weight_formats(storage: Storage, spec: DecoderSpec, config: EngineConfig) -> WeightFormats:
-    """Say which weights are integers: as they are stored, or as the config has them quantized."""
-    if storage is not None:
-        return storage.formats
-    if config.quantize_to is None:
-        return WeightFormats()
-    return formats_at_load(spec, config.quantize_to)
 
 
 def find_draft(
-    config: EngineConfig, files: ModelFiles, target: DecoderSpec
-) -> tuple[DraftFiles, DraftDeclaration] | None:
-    """Find the model or the head that drafts for a target with these files, and read its config;
-    None where none does. Raises a QuireError."""
-    wish = config.speculation
-    if wish is None or not wish.is_modelled:
-        return None
+    config: EngineConfig, wish: SpeculationConfig, files: ModelFiles, target: DecoderSpec
+) -> tuple[DraftFiles, DraftDeclaration]:
+    """Find the model or the head that is to draft for a target with these files, and read its
+    config. Raises a QuireError."""
     try:
         if wish.head == "mtp":
             return _declared(config, files, target)

@@ -9,18 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.core.experts import ExpertUse
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.experts import mixtures, weights_of
 from quire.errors import CheckpointError, ConfigError
-from quire.models.declaration import DenseSpec
 from quire.nn.parts import ModelPart, hold
-from quire.quant.gguf_formats import GgufStorage
 
 if TYPE_CHECKING:
     from quire.engine.assembly.planned_model import PlannedModel
     from quire.kernels.interface import Kernels
     from quire.lora.table import AdapterTable
+    from quire.models.declaration import DenseSpec
     from quire.models.tensors import LinearSpec
     from quire.nn.decoder import DecoderModel
     from quire.nn.pooler import Pooler
@@ -52,8 +50,6 @@ def load_model(
     weights are those of one of several processes; all but the first have the decoder alone."""
     from quire.kernels.elsewhere import ElsewhereLinear
     from quire.nn.builder import build_decoder
-    from quire.nn.pooler import build_pooler
-    from quire.weights.dense import DenseFolder
 
     plan, part = planned.plan, part or ModelPart()
     cache = planned.packed_cache if kernels.name == "cpu" else None
@@ -78,17 +74,29 @@ def load_model(
         if not part.is_first:
             return LoadedModel(model, None, None, None)
 
-        def source_of(dense: DenseSpec) -> WeightSource:
-            is_own = dense.folder is None or plan.config.load_format == "dummy"
-            return weights if is_own else DenseFolder(planned.folder / str(dense.folder))
-
-        pooler = None if plan.pooling is None else build_pooler(plan.pooling, model, source_of)
+        pooler = _pooler(planned, weights, model)
         images = _image_table(plan, weights, kernels, model)
     experts = None if store is None else _reports(store)
     return LoadedModel(replace(model, images=images), pooler, images, experts)
 
 
+def _pooler(planned: PlannedModel, weights: WeightSource, model: DecoderModel) -> Pooler | None:
+    """Load what makes vectors, if the model is to make any."""
+    plan = planned.plan
+    if plan.pooling is None:
+        return None
+    from quire.nn.pooler import build_pooler
+    from quire.weights.dense import DenseFolder
+
+    def source_of(dense: DenseSpec) -> WeightSource:
+        is_own = dense.folder is None or plan.config.load_format == "dummy"
+        return weights if is_own else DenseFolder(planned.folder / str(dense.folder))
+
+    return build_pooler(plan.pooling, model, source_of)
+
+
 def _reports(store: ExpertStore) -> ExpertReports:
+    from quire.core.experts import ExpertUse
     from quire.worker.experts import ExpertReports
 
     pool = store.pool
@@ -175,10 +183,7 @@ def sources(
     """Yield where the weights come from, and how projections are loaded from there."""
     import torch
 
-    from quire.quant.gguf import GgufWeights
     from quire.quant.linears import CheckpointLinears, QuantizingLinears
-    from quire.quant.unpacking import unpacker
-    from quire.weights.checkpoint import SafetensorsCheckpoint
 
     plan, storage = planned.plan, planned.storage
 
@@ -188,7 +193,13 @@ def sources(
     if storage is None:
         with _weights(planned) as plain:
             yield plain, quantizing
-    elif isinstance(storage, GgufStorage):
+        return
+    from quire.quant.gguf import GgufWeights
+    from quire.quant.gguf_formats import GgufStorage
+    from quire.quant.unpacking import unpacker
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+
+    if isinstance(storage, GgufStorage):
         with GgufWeights(storage) as weights:
             yield weights, lambda floats: CheckpointLinears(quantizing(floats), weights)
     else:
@@ -262,23 +273,28 @@ def check_files(planned: PlannedModel) -> None:
     from quire.weights.checkpoint import SafetensorsCheckpoint
 
     plan, storage = planned.plan, planned.storage
-    if isinstance(storage, GgufStorage):  # checked when it was found
-        return
+    layout = None
+    if storage is not None:
+        from quire.quant.gguf_formats import GgufStorage
+
+        if isinstance(storage, GgufStorage):  # checked when it was found
+            return
+        layout = storage.layout
     if plan.config.load_format != "dummy" and planned.given is None:
-        SafetensorsCheckpoint(
-            planned.folder, plan.spec, storage.layout if storage else None
-        ).close()
+        SafetensorsCheckpoint(planned.folder, plan.spec, layout).close()
 
 
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
     """Return where the weights come from."""
     from quire.weights.checkpoint import SafetensorsCheckpoint
-    from quire.weights.dummy import DummyWeights
-    from quire.weights.given import GivenTensors
 
     if planned.given is not None:
+        from quire.weights.given import GivenTensors
+
         return GivenTensors(planned.given, planned.plan.spec)
     if planned.plan.config.load_format == "dummy":
+        from quire.weights.dummy import DummyWeights
+
         return nullcontext(DummyWeights(planned.plan.config.seed))
     if planned.head_start is not None and not planned.head_start.is_closed:
         return planned.head_start

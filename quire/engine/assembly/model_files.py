@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.file_states import lasting_name, states_of
 from quire.common.small_files import is_file, is_folder
 from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec
-from quire.models.image_places import default_processing
-from quire.models.image_processing import ImageProcessing, read_image_processing
-from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
-from quire.quant.quantization_config import read_storage
-from quire.quant.storage import CheckpointStorage, FormSupport
+from quire.quant.formats import FormSupport, WeightFormats, formats_at_load
 from quire.weights.checkpoint import INDEX_NAME
 from quire.weights.folder import (
     local_path,
@@ -27,8 +23,12 @@ from quire.weights.folder import (
     read_preprocessor_config,
     resolve_model,
 )
-from quire.weights.gguf.file import read_gguf
-from quire.weights.gguf.model import GgufModel
+
+if TYPE_CHECKING:
+    from quire.models.image_processing import ImageProcessing
+    from quire.quant.gguf_formats import GgufStorage
+    from quire.quant.storage import CheckpointStorage
+    from quire.weights.gguf.model import GgufModel
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -72,11 +72,15 @@ class ModelFiles(NamedTuple):
         are."""
         self._check_stored(config)
         if self.gguf is not None:
+            from quire.quant.gguf_formats import read_gguf_storage
+
             return read_gguf_storage(
                 self.gguf, spec, config.quantize_to, back_end.mxfp4_scale_bytes
             )
-        if config.load_format == "dummy":
+        if config.load_format == "dummy" or self.config.get("quantization_config") is None:
             return None
+        from quire.quant.quantization_config import read_storage
+
         return read_storage(self.config, spec, config.quantize_to, back_end)
 
     def image_processing(self, spec: DecoderSpec, config: EngineConfig) -> ImageProcessing | None:
@@ -90,6 +94,9 @@ class ModelFiles(NamedTuple):
                 "a folder of safetensors, whose decoder may be quantized (GPTQ, AWQ, FP8, "
                 "compressed-tensors), or quantization='int8' or 'int4'"
             )
+        from quire.models.image_places import default_processing
+        from quire.models.image_processing import read_image_processing
+
         values = read_preprocessor_config(self.folder)
         if values is None and config.load_format == "dummy":
             values = default_processing(spec.vision)
@@ -120,6 +127,17 @@ class ModelFiles(NamedTuple):
                 "out, or choose "
                 f"{' or '.join(map(repr, QUANTIZATIONS))} to quantize weights while they are loaded"
             )
+
+
+def weight_formats(
+    storage: CheckpointStorage | GgufStorage | None, spec: DecoderSpec, config: EngineConfig
+) -> WeightFormats:
+    """Say which weights are integers: as they are stored, or as the config has them quantized."""
+    if storage is not None:
+        return storage.formats
+    if config.quantize_to is None:
+        return WeightFormats()
+    return formats_at_load(spec, config.quantize_to)
 
 
 def find_model(config: EngineConfig) -> ModelFiles:
@@ -156,6 +174,9 @@ def _find(config: EngineConfig) -> ModelFiles:
         return ModelFiles(path.parent, read_model_config(path), config_path=path)
     file = _gguf_file(path, config)
     if file is not None:
+        from quire.weights.gguf.file import read_gguf
+        from quire.weights.gguf.model import GgufModel
+
         model = GgufModel.of(read_gguf(file))
         return ModelFiles(file.parent, model.config, model)
     folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.model_files import ModelFiles
 from quire.engine.plan.engine_plan import EnginePlan
-from quire.quant.gguf_formats import GgufStorage
-from quire.quant.storage import CheckpointStorage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.quant.gguf_formats import GgufStorage
+    from quire.quant.storage import CheckpointStorage
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
 

@@ -7,6 +7,7 @@ A wrong name, an unsupported model or too little memory is reported here.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,22 +17,20 @@ from quire.common.file_states import States, check_unchanged
 from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
 from quire.engine.assembly import loading
-from quire.engine.assembly.drafting import find_draft, weight_formats
-from quire.engine.assembly.model_files import ModelFiles, find_model
+from quire.engine.assembly.declaring import declare_model
+from quire.engine.assembly.model_files import ModelFiles, find_model, weight_formats
 from quire.engine.assembly.planned_model import PlannedModel
-from quire.engine.assembly.tiers import digest_key
 from quire.engine.plan.gpu import require_gpu
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.planning import HALF, resolve
-from quire.engine.pooling.decision import declare_model
 from quire.errors import CheckpointError, ConfigError, RequestError
-from quire.quant.storage import GPU_MXFP4_SCALE_BYTES, FormSupport
-from quire.text.gguf import convert_tokenizer
+from quire.quant.formats import GPU_MXFP4_SCALE_BYTES, FormSupport
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import read_generation_config, resolve_model
 from quire.weights.packed_cache import check_folder
 
 if TYPE_CHECKING:
+    from quire.engine.plan.engine_plan import EnginePlan
     from quire.grammar.backend import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,13 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     spec, pooling, generates = declare_model(config, files)
     storage = files.storage(spec, config, _form_support(machine))
     formats = weight_formats(storage, spec, config)
-    draft_files, draft = find_draft(config, files, spec) or (None, None)
-    if draft is not None and draft.head is not None:
-        spec = replace(spec, kept=draft.head.kept)
+    draft_files = draft = None
+    if (wish := config.speculation) is not None and wish.is_modelled:
+        from quire.engine.assembly.drafting import find_draft
+
+        draft_files, draft = find_draft(config, wish, files, spec)
+        if draft.head is not None:
+            spec = replace(spec, kept=draft.head.kept)
     processing = files.image_processing(spec, config)
     plan = resolve(
         config, spec, machine, formats, pooling, generates=generates, processing=processing,
@@ -131,6 +134,16 @@ def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[
     return {**chosen, **(config.override_generation_config or {})}
 
 
+def digest_key(plan: EnginePlan) -> bytes:
+    """Return the key of the digests of blocks: that of the folder in which they are kept, where
+    there is one. Raises ConfigError for a folder that cannot be used."""
+    if plan.tiers is None or plan.tiers.folder is None:
+        return os.urandom(16)
+    from quire.engine.assembly.tiers import key_of_folder
+
+    return key_of_folder(plan.tiers.folder)
+
+
 def begin_loading(planned: PlannedModel) -> PlannedModel:
     """Start to read the weights in the background, for `build_executor` to go on with. Ranks read
     their own when they have started."""
@@ -154,6 +167,8 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
         and config.tokenizer is None
         and not (source / "tokenizer.json").is_file()
     ):
+        from quire.text.gguf import convert_tokenizer
+
         return Tokenizer(*convert_tokenizer(files.gguf.file.metadata))
     if (
         config.load_format == "dummy"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from quire.common.scratch import sweep_folders, temporary_folder
 from quire.config.engine import EngineConfig
+from quire.engine.assembly.declaring import declare_stored
 from quire.engine.assembly.model_files import ModelFiles, find_model
-from quire.engine.pooling.decision import declare_stored
 from quire.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -54,29 +54,20 @@ _READ_BYTES_PER_S = 500e6
 cache (Zen 5)."""
 
 
-def prerequisite_of(
-    plan: EnginePlan, model: StepCostModel | None
-) -> Callable[[], Prerequisite] | None:
-    """What makes the control plane's half; None where nothing is kept. `model` knows the costs of
-    steps as they are measured."""
-    if plan.tiers is None:
-        return None
-    costs = StepCostModel(plan.step_costs) if model is None else model
-    block_s = plan.tiers.payload_bytes / _READ_BYTES_PER_S
-    max_blocks = max(1, _MAX_FETCHED_BYTES // plan.tiers.payload_bytes)
+def stored_prerequisite(tiers: TierPlan, costs: StepCostModel) -> Callable[[], Prerequisite]:
+    """Return what makes the control plane's half. `costs` are those of steps."""
+    block_s = tiers.payload_bytes / _READ_BYTES_PER_S
+    max_blocks = max(1, _MAX_FETCHED_BYTES // tiers.payload_bytes)
     return partial(StoredPrefixes, RestoreCosts(costs, block_s, max_blocks), TierStats())
 
 
 def stored_blocks(
-    planned: PlannedModel, memory: BlockMemory, states: States
-) -> StoredBlocks | None:
+    planned: PlannedModel, tiers: TierPlan, memory: BlockMemory, states: States
+) -> StoredBlocks:
     """Make the worker's half, which begins to look for what is stored. `states` are those that the
     model's files had before they were loaded."""
     from quire.tiers.companion import StoredBlocks
 
-    tiers = planned.plan.tiers
-    if tiers is None:
-        return None
     open_store = None if tiers.folder is None else partial(_open, planned, states)
     compression = _compression_of(planned.plan, tiers)
     return StoredBlocks(memory, open_store, tiers.host_bytes, compression=compression)
@@ -92,12 +83,10 @@ def _compression_of(plan: EnginePlan, tiers: TierPlan) -> Compression | None:
     return Compression(tiers.host_form, source, row_len)
 
 
-def digest_key(plan: EnginePlan) -> bytes:
-    """Return the key of the digests of blocks: the folder's, where there is one. Raises ConfigError
-    for a folder that cannot be used."""
-    if plan.tiers is None or plan.tiers.folder is None:
-        return os.urandom(16)
-    folder = Path(plan.tiers.folder).expanduser()
+def key_of_folder(name: str) -> bytes:
+    """Return the key of the digests of the blocks in a folder. Raises ConfigError for one that
+    cannot be used."""
+    folder = Path(name).expanduser()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

@@ -22,6 +22,7 @@ from quire.program.operations import Program
 from quire.program.sharding import cache_heads, shard, split_evenly
 
 if TYPE_CHECKING:
+    from quire.engine.plan.transfers import TransferPlan
     from quire.executor.divided_memory import DividedBlocks, HeldHeads
     from quire.parallel.group import RankGroup
     from quire.transfer.companion import TransferMemory, TransferredBlocks
@@ -29,11 +30,9 @@ if TYPE_CHECKING:
     from quire.worker.memory import KVMemory
 
 
-def transfers_prerequisite(plan: EnginePlan) -> Callable[[], Prerequisite] | None:
-    """Return what makes the control plane's half; None where nothing is transferred."""
-    if plan.transfers is None:
-        return None
-    config = plan.transfers.config
+def transfers_prerequisite(transfers: TransferPlan) -> Callable[[], Prerequisite]:
+    """Return what makes the control plane's half."""
+    config = transfers.config
     timeout_s = config.kv_connector_extra_config.pull_timeout_s
     fails = config.kv_load_failure_policy == "fail"
     return partial(TransferredPrefixes, TransferStats(), timeout_s, fails=fails)
@@ -43,7 +42,7 @@ def blocks_of_all(
     plan: EnginePlan, memory: KVMemory, group: RankGroup | None
 ) -> KVMemory | DividedBlocks:
     """Return what reads and writes whole blocks, also where ranks have parts of them."""
-    if group is None or (plan.tiers is None and plan.transfers is None):
+    if group is None:
         return memory
     from quire.executor.divided_memory import DividedBlocks
 

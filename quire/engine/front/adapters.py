@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.adapters import Adapter
 from quire.engine.plan.adapters import AdapterPlan
 from quire.errors import CheckpointError, InvalidParameterError
 from quire.lora.request import LoRARequest
-from quire.lora.store import AdapterStore
 from quire.models.declaration import DecoderSpec
+
+if TYPE_CHECKING:
+    from quire.lora.store import AdapterStore
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each; None is the model itself."""
@@ -29,7 +31,11 @@ class RequestedAdapters:
     """The adapters that programs name with their requests. Safe in any thread."""
 
     def __init__(self, spec: DecoderSpec, plan: AdapterPlan | None) -> None:
-        self._store = None if plan is None else AdapterStore(spec, plan.limits)
+        self._store: AdapterStore | None = None
+        if plan is not None:
+            from quire.lora.store import AdapterStore
+
+            self._store = AdapterStore(spec, plan.limits)
 
     def chosen(self, request: LoRARequest | None) -> ChosenAdapter | None:
         """Return the adapter that a request gets. Raises InvalidParameterError where there is none.

@@ -17,7 +17,6 @@ from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.engine.front.think_tags import tokens_of_tags
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import InvalidParameterError
-from quire.text.reasoning import reasoning_of_template
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 
@@ -153,6 +152,8 @@ class Digester:
             return None
         tokenizer, marks = self._tokenizer, params.thinking_marks
         if marks is None and tokenizer is not None:
+            from quire.text.reasoning import reasoning_of_template
+
             form = reasoning_of_template(tokenizer.chat_template or "")
             is_known = form is not None and form.is_countable
             marks = ThinkTags(form.begin, form.end) if form is not None and is_known else None

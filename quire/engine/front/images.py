@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from quire.engine.plan.engine_plan import EnginePlan
-from quire.engine.plan.images import MAX_PIXEL_BYTES
-from quire.media.reader import ImageReader, ReaderLimits
-from quire.media.sources import MediaAccess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.engine.plan.engine_plan import EnginePlan
+    from quire.media.reader import ImageReader
 
 
 def image_reader(plan: EnginePlan) -> ImageReader | None:
@@ -13,6 +14,10 @@ def image_reader(plan: EnginePlan) -> ImageReader | None:
     images, vision, config = plan.images, plan.spec.vision, plan.config
     if images is None or vision is None:
         return None
+    from quire.engine.plan.images import MAX_PIXEL_BYTES
+    from quire.media.reader import ImageReader, ReaderLimits
+    from quire.media.sources import MediaAccess
+
     limits = ReaderLimits(
         images.processing,
         vision,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NotRequired, SupportsIndex, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, SupportsIndex, TypedDict, TypeVar
 
 from quire.core.beam_params import BeamSearchParams
 from quire.core.images import PlacedImage
 from quire.core.params import SamplingParams
-from quire.engine.front.image_marks import marks_of, write_plainly
 from quire.errors import InvalidParameterError, NotAvailableError
-from quire.media.known import check_uuid
-from quire.media.reader import ImageReader, ReadImage
-from quire.media.sources import ImageSource
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.media.reader import ImageReader, ReadImage
+    from quire.media.sources import ImageSource
 
 
 class PromptDict(TypedDict, total=False):
@@ -154,6 +154,8 @@ def _marked(
     vision = images.limits.vision
     if vision.frame is None or tokenizer is None or not isinstance(text, str):
         return text
+    from quire.engine.front.image_marks import marks_of, write_plainly
+
     return write_plainly(text, marks_of(vision, tokenizer, read))
 
 
@@ -175,6 +177,11 @@ def _sources(media: object, settings: object, uuids: object) -> list[ImageSource
             "None for those without",
             param="multi_modal_uuids",
         )
+    if not listed:
+        return []
+    from quire.media.known import check_uuid
+    from quire.media.sources import ImageSource
+
     found = []
     for number, each in enumerate(listed):
         where = f"multi_modal_data['image'][{number}]"

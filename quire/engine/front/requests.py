@@ -27,7 +27,6 @@ from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.transfers import read_transfer, transfer_params
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import InvalidParameterError
-from quire.text.reasoning import ReasoningFormat, is_thinking
 from quire.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**63 - 1
@@ -186,6 +185,8 @@ class RequestBuilder:
         marks, spelling = digest.marks
         is_open = marks.is_open
         if is_open is None:
+            from quire.text.reasoning import ReasoningFormat, is_thinking
+
             assert self._tokenizer is not None
             tail = self._tokenizer.decode(prompt.token_ids[-_TAIL:], skip_special_tokens=False)
             is_open = is_thinking(ReasoningFormat("", marks.begin, marks.end), tail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.params import SamplingParams
 from quire.engine.front.adapters import RequestedAdapters
@@ -14,8 +14,10 @@ from quire.engine.front.model_view import ModelView
 from quire.engine.front.requests import RequestBuilder
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.errors import ConfigError
-from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.text.pretrained import PretrainedTokenizer
 
 
 class ServedModel:
@@ -51,6 +53,8 @@ class ServedModel:
             raise ConfigError(
                 "this engine has no tokenizer (skip_tokenizer_init); load the model with one"
             )
+        from quire.text.pretrained import PretrainedTokenizer
+
         return PretrainedTokenizer(self.tokenizer, name=self.model.tokenizer)
 
     def digest(self, params: SamplingParams) -> Digest:

@@ -26,7 +26,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.common.failures import log_failure
 from quire.common.residence import PARTS, WEIGHTS
@@ -38,11 +38,13 @@ from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
-from quire.engine.loop.recorder import StepRecorder
 from quire.engine.plan.engine_plan import EnginePlan
 from quire.engine.plan.step_costs import StepCostFile
 from quire.errors import EngineError, NotAvailableError, QuireError
 from quire.executor.interface import Executor, Launched, StepLostError
+
+if TYPE_CHECKING:
+    from quire.engine.loop.recorder import StepRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class StepLoop:
 
     def record_steps(self) -> None:
         """Keep the last steps to be looked at. Before the first step."""
+        from quire.engine.loop.recorder import StepRecorder
+
         self.recorder = StepRecorder(self.scheduler)
 
     def now(self) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.numbers import format_bytes
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.lora.config import MAX_RANK
-from quire.lora.layout import AdapterLimits, adapter_bytes, expert_weights
 from quire.models.declaration import DecoderSpec
-from quire.models.pooling import PoolingSpec
+
+if TYPE_CHECKING:
+    from quire.lora.layout import AdapterLimits
+    from quire.models.pooling import PoolingSpec
 
 
 class AdapterPlan(NamedTuple):
@@ -35,6 +36,9 @@ def plan_adapters(
     """Decide; None where none are served. Raises ConfigError for numbers that cannot work."""
     if not config.enable_lora:
         return None
+    from quire.lora.config import MAX_RANK
+    from quire.lora.layout import AdapterLimits, adapter_bytes, expert_weights
+
     if config.max_lora_rank > MAX_RANK:
         raise ConfigError(
             f"max_lora_rank={config.max_lora_rank} is too high: at most {MAX_RANK} are supported"
@@ -48,16 +52,11 @@ def plan_adapters(
         )
     has_head = pooling is None or not pooling.token_ids
     limits = AdapterLimits(config.max_lora_rank, config.lora_experts, has_head)
-    if limits.has_experts:
-        _check_experts(spec)
-    bytes_each = adapter_bytes(spec, limits.max_rank, dtype, has_experts=limits.has_experts)
-    reason = f"{max_loaded} of rank {limits.max_rank}, {format_bytes(bytes_each)} each"
-    return AdapterPlan(max_active, max_loaded, limits, max_loaded * bytes_each, reason)
-
-
-def _check_experts(spec: DecoderSpec) -> None:
-    if not expert_weights(spec):
+    if limits.has_experts and not expert_weights(spec):
         raise ConfigError(
             f"lora_experts=True is for models with experts, and {spec.architecture} has none; "
             "leave it out"
         )
+    bytes_each = adapter_bytes(spec, limits.max_rank, dtype, has_experts=limits.has_experts)
+    reason = f"{max_loaded} of rank {limits.max_rank}, {format_bytes(bytes_each)} each"
+    return AdapterPlan(max_active, max_loaded, limits, max_loaded * bytes_each, reason)

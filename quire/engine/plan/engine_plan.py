@@ -6,23 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from quire.config.engine import EngineConfig
-from quire.config.limits import SchedulerLimits
-from quire.core.step_cost import UnitCosts
-from quire.engine.plan.adapters import AdapterPlan
-from quire.engine.plan.experts import ExpertPlan
-from quire.engine.plan.graphs import GraphPlan
-from quire.engine.plan.images import ImagePlan
-from quire.engine.plan.speculation import DraftPlan
-from quire.engine.plan.tiers import TierPlan
-from quire.engine.plan.transfers import TransferPlan
-from quire.models.declaration import DecoderSpec
-from quire.models.kv_layout import KVLayout
-from quire.models.pooling import PoolingSpec
-from quire.quant.formats import WeightFormats
+from quire.common.frozen_record import FrozenRecord
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
+    from quire.config.limits import SchedulerLimits
+    from quire.core.step_cost import UnitCosts
+    from quire.engine.plan.adapters import AdapterPlan
+    from quire.engine.plan.experts import ExpertPlan
+    from quire.engine.plan.graphs import GraphPlan
+    from quire.engine.plan.images import ImagePlan
+    from quire.engine.plan.speculation import DraftPlan
+    from quire.engine.plan.tiers import TierPlan
+    from quire.engine.plan.transfers import TransferPlan
+    from quire.models.declaration import DecoderSpec
+    from quire.models.kv_layout import KVLayout
+    from quire.models.pooling import PoolingSpec
+    from quire.quant.formats import WeightFormats
 
 
 class Decision(NamedTuple):
@@ -54,8 +56,7 @@ class Notes:
         return default if value is None else value
 
 
-@dataclass(frozen=True, slots=True)
-class EnginePlan:
+class EnginePlan(FrozenRecord):
     """Everything that an engine is built from."""
 
     config: EngineConfig

@@ -47,13 +47,11 @@ def plan_images(
     processing: ImageProcessing | None,
     dtype: str,
     longest: int,
-) -> ImagePlan | None:
-    """Decide, for prompts of at most `longest` tokens; None for a model that reads no images.
-    Raises ConfigError for what cannot work."""
+) -> ImagePlan:
+    """Decide for a model that reads images, and prompts of at most `longest` tokens. Raises
+    ConfigError for what cannot work."""
     vision = spec.vision
-    if vision is None:
-        return None
-    assert processing is not None, "a model that reads images has a processor"
+    assert vision is not None and processing is not None, "a model that reads images has both"
     _check_fit(vision, processing)
     bounds, most = bounds_of(vision, processing), max_per_prompt(config)
     if vision.image_size is None:
@@ -110,11 +108,11 @@ def _check_fit(vision: VisionSpec, processing: ImageProcessing) -> None:
         )
 
 
-def check_undivided(vision: VisionSpec | None, places: int, limits: SchedulerLimits) -> None:
+def check_undivided(vision: VisionSpec, places: int, limits: SchedulerLimits) -> None:
     """Refuse limits under which an image of so many places, whose tokens see one another both ways,
     finds no room in a step: beside decodes, and beside short prompts, which may take half of it
     (`quire.core.scheduler.prompts`). Raises ConfigError."""
-    if vision is None or not vision.sees_whole or not limits.enable_chunked_prefill:
+    if not vision.sees_whole or not limits.enable_chunked_prefill:
         return
     least = 2 * places + limits.max_num_seqs
     if limits.max_num_batched_tokens < least:

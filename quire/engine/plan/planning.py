@@ -9,7 +9,7 @@ filled in later.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.common.graph_shapes import largest_size
@@ -24,7 +24,6 @@ from quire.engine.plan.applicable import check_options
 from quire.engine.plan.engine_plan import EnginePlan, Notes
 from quire.engine.plan.experts import ExpertPlan, plan_experts, suggesting
 from quire.engine.plan.graphs import MIN_GRAPH_TOKENS, GraphPlan, KVGroups, plan_graphs
-from quire.engine.plan.images import ImagePlan, check_undivided, plan_images
 from quire.engine.plan.kv_memory import KVPlanner
 from quire.engine.plan.machine import Machine
 from quire.engine.plan.speculation import DraftDeclaration, DraftPlan
@@ -33,10 +32,13 @@ from quire.engine.plan.tiers import TierPlan, plan_tiers
 from quire.engine.plan.transfers import TransferPlan, plan_transfers
 from quire.errors import ConfigError
 from quire.models.declaration import DecoderSpec
-from quire.models.image_processing import ImageProcessing
 from quire.models.kv_layout import KVLayout, lay_out
-from quire.models.pooling import PoolingSpec
 from quire.quant.formats import WeightFormats
+
+if TYPE_CHECKING:
+    from quire.engine.plan.images import ImagePlan
+    from quire.models.image_processing import ImageProcessing
+    from quire.models.pooling import PoolingSpec
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 256
@@ -125,7 +127,7 @@ class _Resolver:
         graphs = self._graphs(sizes, groups, attention_module)
         workspace_bytes = self._workspace_bytes(sizes, adapters, images, graphs)
         limits = self._limits(sizes, layout, is_overlapped=is_overlapped)
-        check_undivided(spec.vision, 0 if images is None else images.max_places, limits)
+        self._check_images(images, limits)
         kv.note_groups(layout, limits, block_bytes)
         tiers, transfers = self._tiers(kv_format, groups.num * block_bytes), self._transfers()
         draft = self._draft(layout, limits, dtype, kv_format)
@@ -326,9 +328,11 @@ class _Resolver:
         return experts
 
     def _images(self, dtype: str) -> ImagePlan | None:
-        images = plan_images(self.config, self.spec, self.processing, dtype, self._longest())
-        if images is None:
+        if self.spec.vision is None:
             return None
+        from quire.engine.plan.images import plan_images
+
+        images = plan_images(self.config, self.spec, self.processing, dtype, self._longest())
         if self.gpu is not None:
             raise ConfigError(
                 f"{self.spec.architecture} reads images, which is not available on a GPU yet; take "
@@ -336,6 +340,12 @@ class _Resolver:
             )
         self._notes.add("image_cache_memory", format_bytes(images.num_bytes), images.reason)
         return images
+
+    def _check_images(self, images: ImagePlan | None, limits: SchedulerLimits) -> None:
+        if images is not None and self.spec.vision is not None:
+            from quire.engine.plan.images import check_undivided
+
+            check_undivided(self.spec.vision, images.max_places, limits)
 
     def _note_device(self) -> None:
         if self.gpu is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.numbers import ceil_div, format_bytes
 from quire.config.engine import EngineConfig
@@ -11,10 +11,12 @@ from quire.config.limits import SchedulerLimits
 from quire.engine.plan.memory import workspace_bytes
 from quire.errors import ConfigError, NotAvailableError
 from quire.models.declaration import DecoderSpec
-from quire.models.draft_heads import HeadSpec
 from quire.models.kv_layout import KVLayout
 from quire.models.tensors import DTYPE_BYTES
 from quire.quant.formats import WeightFormats
+
+if TYPE_CHECKING:
+    from quire.models.draft_heads import HeadSpec
 
 MAX_READ = 512
 """Tokens of all rows that a draft model computes after one step to catch up with the target: what a

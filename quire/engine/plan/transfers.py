@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.numbers import format_bytes
 from quire.config.engine import EngineConfig
-from quire.config.transfer import NAME, KVTransferConfig
 from quire.errors import ConfigError, NotAvailableError
 from quire.models.declaration import DecoderSpec
+
+if TYPE_CHECKING:
+    from quire.config.transfer import KVTransferConfig
 
 
 class TransferPlan(NamedTuple):
@@ -26,6 +28,8 @@ def plan_transfers(config: EngineConfig, spec: DecoderSpec, is_host: bool) -> Tr
     found = config.kv_transfer
     if found is None:
         return None
+    from quire.config.transfer import NAME
+
     if not config.enable_prefix_caching or spec.is_encoder:
         why = "the model keeps nothing of a text" if spec.is_encoder else "it is off"
         raise ConfigError(f"{NAME} fills the prefix cache, and {why}; leave it out")

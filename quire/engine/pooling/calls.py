@@ -26,11 +26,11 @@ from quire.engine.pooling.outputs import (
     output_of,
     vectors_of,
 )
-from quire.engine.pooling.requests import PoolingRequests
 from quire.errors import InvalidParameterError, RequestError
 
 if TYPE_CHECKING:
     from quire.engine.loop.engine import Engine
+    from quire.engine.pooling.requests import PoolingRequests
 
 _T = TypeVar("_T")
 _Made = TypeVar("_Made")
@@ -96,6 +96,8 @@ class PoolingCalls:
 
     @cached_property
     def _pooling(self) -> PoolingRequests:
+        from quire.engine.pooling.requests import PoolingRequests
+
         return PoolingRequests(self.engine.plan, self.engine.tokenizer)
 
     def embed(

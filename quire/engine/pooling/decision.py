@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from quire.common.frozen_record import replace
 from quire.config.engine import EngineConfig
@@ -17,12 +18,12 @@ from quire.engine.assembly.model_files import ModelFiles
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec, PoolingKind
 from quire.models.pooling import LateInteraction, OutputActivation, PoolingSpec
-from quire.models.registry import COLBERT, POOLING_ARCHITECTURES, declare
+from quire.models.registry import COLBERT
 from quire.text.tokenizer import Tokenizer
+from quire.weights.folder import has_modules
 from quire.weights.sentence_transformers import (
     StoredPooling,
     StoredTexts,
-    has_modules,
     read_colbert,
     read_modules,
     read_texts,
@@ -30,16 +31,6 @@ from quire.weights.sentence_transformers import (
 
 logger = logging.getLogger(__name__)
 
-_OWN_KEYS = (
-    "classifier_from_token",
-    "is_original_qwen3_reranker",
-    "is_matryoshka",
-    "matryoshka_dimensions",
-    "method",
-    "sentence_transformers",
-    "sbert_ce_default_activation_function",
-)
-"""Keys of a config that say how to pool: no family reads them."""
 _KINDS: dict[str, PoolingKind] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
 _POOLER_KEYS = {
     "pooling_type",
@@ -51,58 +42,24 @@ _POOLER_KEYS = {
 }
 
 
-class PoolingModel(NamedTuple):
-    """A model's declaration, and how it pools if it does."""
-
-    spec: DecoderSpec
-    pooling: PoolingSpec | None
-    generates: bool
-    """Whether it also makes text."""
-
-
-def declare_stored(files: ModelFiles) -> tuple[DecoderSpec, dict[str, Any]]:
-    """Declare all that a folder holds; with the keys of its config that say how to pool."""
-    values = {key: value for key, value in files.config.items() if key != "quantization_config"}
-    own = {key: values.pop(key) for key in _OWN_KEYS if key in values}
-    if own.get("classifier_from_token"):
-        values["architectures"] = [
-            str(name).replace("ForSequenceClassification", "ForCausalLM")
-            for name in _listed(values.get("architectures"))
-        ]
-    return declare(values), own
-
-
-def declare_model(config: EngineConfig, files: ModelFiles) -> PoolingModel:
-    """Declare a model and decide how it pools. Raises a QuireError."""
-    spec, own = declare_stored(files)
-    can_generate = spec.architecture not in POOLING_ARCHITECTURES
-    if config.runner == "generate" and not can_generate:
-        raise ConfigError(
-            f"runner='generate', but {spec.architecture} makes vectors and no text; leave it out"
-        )
-    stored = read_modules(files.folder) if has_modules(files.folder) else None
+def read_stored(folder: Path, spec: DecoderSpec) -> StoredPooling | None:
+    """Return how a folder says to pool; None where it does not. Raises a QuireError."""
+    stored = read_modules(folder) if has_modules(folder) else None
     if stored is None and spec.architecture == COLBERT:
-        stored = read_colbert(files.folder, spec.hidden_size)
-    asked = config.runner == "pooling" or config.convert not in ("auto", "none")
-    implied = config.runner == "auto" and (not can_generate or stored is not None)
-    if not asked and not (implied and config.convert != "none"):
-        if config.pooler_config is not None:
-            raise ConfigError(
-                f"pooler_config={config.pooler_config} has no effect: {spec.architecture} is "
-                "loaded to generate text; give runner='pooling', or convert='embed' for vectors "
-                "beside its answers, or leave it out"
-            )
-        return PoolingModel(spec, None, can_generate)
-    generates = can_generate and (config.runner == "generate" or (asked and not _only(config)))
-    pooling = _Decision(config, files, spec, stored, own).pooling()
-    if not generates and not pooling.token_ids:
-        spec = replace(spec, head=None)
-    return PoolingModel(spec, pooling, generates)
+        stored = read_colbert(folder, spec.hidden_size)
+    return stored
 
 
-def _only(config: EngineConfig) -> bool:
-    """Whether the model is to pool and do nothing else: `convert` alone asks for both."""
-    return config.runner == "pooling"
+def pooling_of(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: DecoderSpec,
+    stored: StoredPooling | None,
+    own: Mapping[str, Any],
+) -> PoolingSpec:
+    """Decide for a model that is to pool; `own` are the keys of its config that say how. Raises a
+    QuireError."""
+    return _Decision(config, files, spec, stored, own).pooling()
 
 
 class _Decision:
@@ -164,7 +121,8 @@ class _Decision:
         """Classes are the logits of tokens; of two, the last one's above the first one's is the
         score.
         """
-        names = [str(name) for name in _listed(self._own.get("classifier_from_token"))]
+        given = self._own.get("classifier_from_token")
+        names = [str(name) for name in given] if isinstance(given, list) else []
         tokenizer = Tokenizer.from_folder(self._files.folder)
         token_ids = [tokenizer.token_to_id(name) for name in names]
         if len(names) < 2 or None in token_ids:
@@ -311,7 +269,3 @@ class _Decision:
 def _wished_kind(wishes: Mapping[str, Any]) -> str | None:
     wish = wishes.get("pooling_type") or wishes.get("seq_pooling_type")
     return None if wish is None else str(wish).upper()
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

@@ -23,8 +23,7 @@ from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.assembly.builder import build_executor, look_ahead_of, pace_of, prerequisites_of
-from quire.engine.assembly.preparation import begin_loading, plan_engine
-from quire.engine.assembly.tiers import digest_key
+from quire.engine.assembly.preparation import begin_loading, digest_key, plan_engine
 from quire.engine.loop.step_loop import StepLoop, loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, ProtocolError, wait
 from quire.engine.process.messages import (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from quire.common.frozen_record import replace
 from quire.common.version import __version__
 from quire.engine.assembly.planned_model import PlannedModel
 from quire.engine.plan.engine_plan import EnginePlan

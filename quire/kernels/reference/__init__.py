@@ -7,6 +7,20 @@ row's arithmetic cannot depend on what else is in the call. It never looks for s
 any torch device.
 """
 
-from quire.kernels.reference.kernels import ReferenceKernels
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.kernels.reference.kernels import ReferenceKernels
 
 __all__ = ["ReferenceKernels"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the back end on its first use: others use single functions of this folder."""
+    if name != "ReferenceKernels":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire.kernels.reference.kernels import ReferenceKernels
+
+    return ReferenceKernels

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quire.kernels.interface import Kernels, QuantizedWeight
 from quire.kernels.reference.linear import quantize_row, quantize_row_fp8
-from quire.quant.formats import IntegerFormat
-from quire.quant.storage import GPU_MXFP4_SCALE_BYTES
+from quire.quant.formats import GPU_MXFP4_SCALE_BYTES, IntegerFormat
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
