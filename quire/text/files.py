@@ -104,8 +104,8 @@ def read_tokenizer_json(folder: Path) -> str:
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     raise CheckpointError(
-        f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and "
-        "pass token ids"
+        f"{str(folder)!r} has no tokenizer.json; add it, or name a folder that has one with "
+        "tokenizer (--tokenizer); LLM takes token ids alone with skip_tokenizer_init=True"
     )
 
 

@@ -116,8 +116,8 @@ def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
 
 
 _ADVICE: Final = (
-    "put the model's tokenizer.json beside the file, or set skip_tokenizer_init=True and pass "
-    "token ids"
+    "put the model's tokenizer.json beside the file, or name a folder that has one with "
+    "tokenizer (--tokenizer); LLM takes token ids alone with skip_tokenizer_init=True"
 )
 
 

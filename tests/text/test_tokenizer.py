@@ -248,6 +248,12 @@ def test_a_post_processor_that_makes_the_library_panic_is_refused() -> None:
         Tokenizer(json.dumps(content))
 
 
+def test_a_folder_without_a_tokenizer_is_told_what_options_help(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--tokenizer.*skip_tokenizer_init=True") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_a_malformed_configuration_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_text(_spelling_json())
