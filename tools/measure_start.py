@@ -31,7 +31,8 @@ TORCH = "import torch"
 def cpu_seconds(python: str, code: str) -> tuple[float, str]:
     """Run code in a process of its own; return what that took, and what it said."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    command = [python, "-P", "-c", code]  # the Quire that is installed, not the one of this folder
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return seconds, done.stdout.strip()
