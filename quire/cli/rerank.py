@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="keep N tokens of query and document, -1 as many as the model takes",
     )
+    parser.add_argument(
+        "--max-tokens-per-query", type=int, metavar="N", help="read N tokens of the query"
+    )
+    parser.add_argument(
+        "--max-tokens-per-doc", type=int, metavar="N", help="read N tokens of each document"
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--output", metavar="FILE", help="write to a file")
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -70,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
             use_tqdm=shows_progress(args),
             truncate_prompt_tokens=args.truncate_prompt_tokens,
             instruction=args.instruction,
+            max_tokens_per_query=args.max_tokens_per_query,
+            max_tokens_per_doc=args.max_tokens_per_doc,
         )
     scores = [output.outputs.score for output in outputs]
     order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from folders import TEXTS, make_folder
 from quire import LLM, BeamSearchParams
 from quire.cli.main import main
 from quire.errors import InvalidParameterError
+from quire.text.tokenizer import Tokenizer
 
 OPTIONS = ["--dtype", "float32", "--kv-cache-memory", "8MiB", "--num-threads", "1"]
 
@@ -70,6 +72,24 @@ def test_documents_come_the_best_first(
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert records[0]["index"] == 1
     assert len(records) == 2 and records[0]["score"] > records[1]["score"]
+
+
+def test_documents_and_the_query_are_cut(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("lovely day today\na day\n")
+
+    def records(query: str, *options: str) -> list[dict[str, object]]:
+        assert main(["rerank", str(folder), str(path), "-q", query, *options, *OPTIONS]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    limits = ["--max-tokens-per-query", "1", "--max-tokens-per-doc", "1"]
+    found = {each["text"]: each["score"] for each in records("day today lovely", *limits)}
+    first = partial(Tokenizer.from_folder(folder).beginning, num_tokens=1)
+    path.write_text(f"{first('lovely day today')}\n{first('a day')}\n")
+    wanted = {each["text"]: each["score"] for each in records(first("day today lovely"))}
+    assert found == {text: wanted[first(text)] for text in ("lovely day today", "a day")}
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])

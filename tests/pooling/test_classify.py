@@ -18,6 +18,7 @@ from quire import LLM, PoolingParams
 from quire.engine.assembly.quantization import quantize_model
 from quire.errors import QuireError
 from quire.quant.writer import Recipe
+from quire.text.tokenizer import Tokenizer as QuireTokenizer
 
 FolderOf = Callable[..., tuple[Path, Any]]
 CLASSIFIERS = ["bert", "xlm-roberta", "qwen3", "mistral"]
@@ -200,3 +201,30 @@ def test_a_pair_is_cut_at_its_longer_text(folder_of: FolderOf, texts: list[str])
         ids = output.prompt_token_ids
         assert len(ids) == 64
         assert [each for each in ids if each % vocab_size in (2, 3)] == [2, 3, 3 + vocab_size]
+
+
+@pytest.mark.parametrize("num_labels", [1, None])
+def test_long_texts_are_cut_as_by_hand(
+    num_labels: int | None, folder_of: FolderOf, texts: list[str]
+) -> None:
+    options = {} if num_labels is None else {"auto": AUTO, "num_labels": num_labels}
+    folder, _ = folder_of("bert", **options)
+    own = QuireTokenizer.from_folder(folder)
+
+    def cut(text: str, num_tokens: int) -> str:
+        wanted = own.encode(text, add_special_tokens=False)[:num_tokens]
+        ends = (text[:end] for end in range(len(text) + 1))
+        return next(each for each in ends if own.encode(each, add_special_tokens=False) == wanted)
+
+    with closing(load(folder)) as llm:
+
+        def scores(query: str, documents: list[str], **limits: Any) -> list[float]:
+            outputs = llm.score(query, documents, use_tqdm=False, **limits)
+            return [each.outputs.score for each in outputs]
+
+        by_hand = scores(cut(texts[3], 2), [cut(text, 3) for text in texts])
+        assert scores(texts[3], texts, max_tokens_per_query=2, max_tokens_per_doc=3) == by_hand
+        whole = scores(texts[3], texts)
+        assert scores(texts[3], texts, max_tokens_per_query=0) == whole != by_hand
+        with pytest.raises(QuireError, match="max_tokens_per_doc"):
+            scores("a", ["b"], max_tokens_per_doc=-1)

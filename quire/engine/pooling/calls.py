@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
+from quire.core import checks
+from quire.core.params import MAX_TOKENS
 from quire.core.pooling import PoolingParams, PoolingTask, check_task, read_truncation
 from quire.engine.front.adapters import LoRARequests
 from quire.engine.front.digest import Digest
@@ -169,6 +171,8 @@ class PoolingCalls:
         *,
         pooling_params: PoolingParams | None = None,
         instruction: str | None = None,
+        max_tokens_per_query: int | None = None,
+        max_tokens_per_doc: int | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[ScoringRequestOutput]:
         """How well texts go together: one with each of several, or pair by pair.
@@ -176,12 +180,16 @@ class PoolingCalls:
         A model that classifies (a cross-encoder) reads both texts at once, in its own template; of
         one that makes a vector for each token (ColBERT), the score is MaxSim of queries and
         documents; of any other, the cosine of their vectors. `instruction` is refused where the
-        template has none. A list of adapters has one for each pair.
+        template has none. `max_tokens_per_query` and `max_tokens_per_doc` say how many tokens are
+        read of each text of `data_1` and of `data_2`; 0 and None are all. A list of adapters has
+        one for each pair.
         """
         first, second = _pairs(data_1, data_2)
         check_task(pooling_params, "score")
         params, given = pooling_params or PoolingParams(), _Options.of(options)
         self._pooling.check_instruction(instruction)
+        first = self._beginnings(first, "data_1", max_tokens_per_query, "max_tokens_per_query")
+        second = self._beginnings(second, "data_2", max_tokens_per_doc, "max_tokens_per_doc")
         if self._pooling.spec.late is not None:
             return self._late_scores(first, second, params, given)
         if self._pooling.spec.task == "embed":
@@ -201,6 +209,19 @@ class PoolingCalls:
             output_of(ScoringRequestOutput, each, ScoringOutput(float(vectors_of(each)[0][0])))
             for each in outputs
         ]
+
+    def _beginnings(
+        self, texts: list[str], name: str, num_tokens: int | None, param: str
+    ) -> list[str]:
+        """Return so much of each text as has so many tokens; errors call the texts by `name`."""
+        if num_tokens is None or not checks.integer(param, num_tokens, 0, MAX_TOKENS):
+            return texts
+        placed, most = _placed(**{name: texts}), num_tokens
+        kept = _each_named(
+            [*placed], [*placed.values()], lambda text: self._pooling.texts.beginning(text, most)
+        )
+        beginnings = dict(zip(placed, kept, strict=True))
+        return [beginnings[text] for text in texts]
 
     def _cosines(
         self, first: list[str], second: list[str], params: PoolingParams, options: _Options
