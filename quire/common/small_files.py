@@ -81,6 +81,12 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     return parse_object(read_bytes(path, max_bytes), str(path))
 
 
+def read_optional_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the same, empty where nothing has this name. Raises CheckpointError also for what is
+    there and no regular file."""
+    return {} if _status(path) is None else read_object(path, max_bytes)
+
+
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
     """Return the object that a JSON document holds; `name` is what errors call it.
     Raises CheckpointError."""

@@ -13,7 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from quire.common.small_files import is_file, is_folder, read_object, read_text
+from quire.common.small_files import (
+    is_file,
+    is_folder,
+    read_object,
+    read_optional_object,
+    read_text,
+)
 from quire.errors import CheckpointError, ModelNotFoundError
 
 _MAX_CONFIG_BYTES: Final = 16 << 20  # the largest published tokenizer_config.json is below 2 MiB
@@ -59,8 +65,8 @@ def read_text_config(folder: Path) -> TextConfig:
     Raises CheckpointError for a file that is not what its name says.
     """
     config = {
-        **_read_object(folder / "special_tokens_map.json"),
-        **_read_object(folder / "tokenizer_config.json"),
+        **read_optional_object(folder / "special_tokens_map.json", _MAX_CONFIG_BYTES),
+        **read_optional_object(folder / "tokenizer_config.json", _MAX_CONFIG_BYTES),
     }
     named = {
         role: text for role in _NAMED_TOKENS if (text := _token_text(config.get(role))) is not None
@@ -107,10 +113,6 @@ def read_tokenizer_json(folder: Path) -> str:
         f"{str(folder)!r} has no tokenizer.json; add it, or name a folder that has one with "
         "tokenizer (--tokenizer); LLM takes token ids alone with skip_tokenizer_init=True"
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    return read_object(path, _MAX_CONFIG_BYTES) if is_file(path) else {}
 
 
 def _length(value: Any) -> int | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.common.small_files import is_file, is_folder, read_object
+from quire.common.small_files import is_file, is_folder, read_object, read_optional_object
 from quire.config.paths import is_possible
 from quire.errors import ModelNotFoundError
 
@@ -103,8 +103,7 @@ def read_model_config(folder: Path) -> dict[str, object]:
 
 def read_generation_config(folder: Path) -> dict[str, object]:
     """Return the parsed `generation_config.json`, or an empty dict where there is none."""
-    path = folder / "generation_config.json"
-    return read_object(path, _MAX_JSON_BYTES) if is_file(path) else {}
+    return read_optional_object(folder / "generation_config.json", _MAX_JSON_BYTES)
 
 
 def read_preprocessor_config(folder: Path) -> dict[str, object] | None:

@@ -18,7 +18,7 @@ from timing import timed
 from quire.errors import CheckpointError, InvalidParameterError, ModelNotFoundError, QuireError
 from quire.text.files import TextConfig
 from quire.text.tokenizer import Tokenizer
-from quire.weights.folder import resolve_model
+from quire.weights.folder import read_generation_config, resolve_model
 
 NAMES = ["gpt2", "qwen2.5", "qwen3", "phi-3-mini", "falcon", "stories260K"]
 Load = Callable[[str], Tokenizer]
@@ -260,6 +260,23 @@ def test_a_malformed_configuration_is_refused(tmp_path: Path, content: bytes) ->
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("target", [None, "/dev/null"])
+def test_a_configuration_that_is_no_file_is_refused(tmp_path: Path, target: str | None) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(_spelling_json())
+    assert read_generation_config(folder) == {}
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if target is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"model/tokenizer_config\.json cannot be read"):
+        Tokenizer.from_folder(folder)
+    with pytest.raises(CheckpointError, match=r"model/generation_config\.json cannot be read"):
+        read_generation_config(folder)
 
 
 def _spelling_json() -> str:
