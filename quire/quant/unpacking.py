@@ -95,6 +95,7 @@ class _Module:
     def __init__(self, reader: TensorReader, linear: LinearSpec) -> None:
         self._reader = reader
         self.name = linear.name
+        self.place = linear.weight.other_place
         self.num_outputs = linear.weight.stored_rows or linear.num_outputs
         self.num_inputs = linear.num_inputs
         self.has_bias = linear.bias is not None
@@ -223,9 +224,10 @@ def _mxfp4(storage: Mxfp4Storage, module: _Module) -> QuantizedWeight:
     """Of the projection's own rows alone: unpacking takes longer than reading."""
     blocks, exponents = (module[name][module.rows] for name in ("blocks", "scales"))
     if int(exponents.max()) > MAX_EXPONENT:
+        assert module.place is not None
         raise CheckpointError(
-            f"{module.name}.scales has the byte {int(exponents.max())}: numbers of that block are "
-            "not finite"
+            f"{module.place.name}_scales has the byte {int(exponents.max())} for {module.name}: "
+            "numbers of that block are not finite"
         )
     pairs = _E2M1_PAIRS.index_select(0, blocks.flatten().int())
     values = pairs.view(torch.int8).view(len(exponents), -1)

@@ -92,7 +92,7 @@ class SafetensorsCheckpoint(WeightSource):
             renamed_to(name, spec.renamed): each for name, each in self._find_tensors().items()
         }
         self._prefix = self._missing_prefix(spec)
-        self._find_stacked(spec)
+        self._has_stacked = self._find_stacked(spec)
         self._check(spec)
 
     def __enter__(self) -> SafetensorsCheckpoint:
@@ -225,8 +225,9 @@ class SafetensorsCheckpoint(WeightSource):
         )
         return prefix if is_bare else ""
 
-    def _find_stacked(self, spec: DecoderSpec) -> None:
-        """Give matrices that lie among others in one tensor their own names, and forget that."""
+    def _find_stacked(self, spec: DecoderSpec) -> bool:
+        """Give matrices that lie among others in one tensor their own names, and forget that.
+        Return whether there are any."""
         opened = set()
         for tensor in self._expected(spec):
             place, name = tensor.place, tensor.name.removeprefix(self._prefix)
@@ -248,6 +249,7 @@ class SafetensorsCheckpoint(WeightSource):
             opened.add(other)
         for name in opened:
             del self._stored[name]
+        return bool(opened)
 
     def _name(self, tensor: TensorSpec) -> str:
         return tensor.name.removeprefix(self._prefix)
@@ -263,10 +265,7 @@ class SafetensorsCheckpoint(WeightSource):
             for name, tensor in expected.items()
             if name not in self._stored and not tensor.is_optional
         ]
-        missing = [
-            f"{tensor.name.removeprefix(self._prefix)} {list(tensor.shapes[0])}"
-            for tensor in required
-        ]
+        missing = list(dict.fromkeys(map(self._wanted, required)))
         if missing:
             raise CheckpointError(
                 f"{self._folder} lacks {len(missing)} tensors: {_listed(missing)}"
@@ -292,6 +291,13 @@ class SafetensorsCheckpoint(WeightSource):
                 f"{self._folder} has {len(extra)} tensors that {spec.architecture} does not "
                 f"use: {_listed(extra)}"
             )
+
+    def _wanted(self, tensor: ExpectedTensor) -> str:
+        """Return the name that a tensor would have in these files, and its shape there."""
+        name, shape = tensor.name, tensor.shapes[0]
+        if self._has_stacked and tensor.place is not None:
+            name, shape = tensor.place.name, tensor.place.shape
+        return f"{name.removeprefix(self._prefix)} {list(shape)}"
 
     def _hint(self, missing: Sequence[str]) -> str:
         """Say so where weights are there in a form that the declaration has none for."""

@@ -203,7 +203,9 @@ def test_unusual_scales(tmp_path: Path) -> None:
     assert torch.equal(row.view(3, 32), meant), "2^-127, 2^-126 and 2^-125 are exact"
     tensors[name][1, 3, 0] = 255
     save_file(tensors, stored / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj\.scales has the byte 255"):
+    with pytest.raises(
+        CheckpointError, match=r"experts\.down_proj_scales has the byte 255 for .*\.1\."
+    ):
         logprobs(stored)
 
 
@@ -223,7 +225,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         logprobs(stored)
     del tensors[name]
     save_file(tensors, stored / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks .* tensors: .*down_proj\.blocks"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: \S*experts\.down_proj_blocks "):
         logprobs(stored)
     config = json.loads((stored / "config.json").read_text())
     config["quantization_config"]["block_size"] = 16
