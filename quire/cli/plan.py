@@ -37,10 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     config = engine_config(args)
+    from quire.engine.assembly.loading import check_files
     from quire.engine.assembly.preparation import machine_for, plan_engine
 
     machine = machine_for(config)
-    plan = plan_engine(config, machine).plan
+    planned = plan_engine(config, machine)
+    if planned.files.has_weights:
+        check_files(planned)
+    plan = planned.plan
     record = describe(plan, machine)
     record["kernels"] = _kernels(plan)
     print(json.dumps(record, indent=2) if args.json else render(record))

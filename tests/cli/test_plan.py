@@ -57,6 +57,25 @@ def test_plan_as_text_of_a_config_alone(
         assert part in out
 
 
+def test_weights_that_cannot_be_read_are_refused(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path
+) -> None:
+    for path in Path(tiny).glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    options = ["--kernels", "reference", "--kv-cache-memory", "1MiB"]
+    assert main(["plan", str(tmp_path), *options]) == 0, "a config alone can be planned"
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    capsys.readouterr()
+    assert main(["plan", str(tmp_path), *options]) != 0
+    said = capsys.readouterr()
+    assert not said.out and "model.safetensors" in said.err
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["plan", str(tmp_path), *options]) != 0
+    assert "model-00001.safetensors is missing" in capsys.readouterr().err
+
+
 def test_plan_says_why_better_kernels_are_not_chosen(
     capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,14 @@ class ModelFiles(NamedTuple):
             self.config_path or (self.folder if self.gguf is None else self.gguf.file.path)
         )
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weight files, or an index that names some."""
+        if self.config_path is not None:
+            return False
+        is_listed = is_file(self.folder / INDEX_NAME)
+        return self.gguf is not None or is_listed or any(self.folder.glob("*.safetensors"))
+
     def states(self, tokenizer: str | None) -> dict[str, tuple[int, int, str]]:
         """Return the files that decide what the model answers,
         and how they are now (see `file_states.check_unchanged`)."""
