@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quire.common.garbage import uncollected
 from quire.common.openmp import limit_spinning
 from quire.common.version import __version__
 
@@ -131,7 +132,8 @@ limit_spinning()
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with uncollected():
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

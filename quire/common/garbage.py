@@ -1,5 +1,5 @@
-"""Python's cycle collector in a process that serves for long: it must not look again and again at
-what stays for good.
+"""Python's cycle collector where it would find nothing: while modules are imported, and in a
+process that serves for long, which must not look again and again at what stays for good.
 
 A full collection goes through every object there is, for a tenth of a second in a process that has
 imported what a server needs, and all streams wait for it.
@@ -8,6 +8,8 @@ imported what a server needs, and all streams wait for it.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _THRESHOLDS = (10_000, 5, 10)
 """New objects before the youngest are looked at, and how many such looks before an older
@@ -23,3 +25,16 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Run without passes of the collector: imports make a million objects, of which none is
+    garbage, and a full pass behind torch's takes as long as importing half of Quire."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

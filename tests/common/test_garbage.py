@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from quire.common import garbage
 
 
@@ -23,3 +25,16 @@ def test_what_stays_is_not_looked_at_again_and_what_comes_later_is_collected() -
         assert gc.collect() >= 1
     finally:
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_nothing_is_collected_meanwhile_and_as_before_afterwards(was_enabled: bool) -> None:
+    try:
+        if not was_enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError), garbage.uncollected():
+            assert not gc.isenabled()
+            _ = 1 / 0
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

@@ -5,17 +5,16 @@ What is heavy (torch, weights, KV memory) is imported and allocated here, and on
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.common.frozen_record import replace
+from quire.common.garbage import uncollected
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.grammars import CompiledGrammars
@@ -168,19 +167,6 @@ def pace_of(
     return pace, cost_file
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Run without passes of the garbage collector: importing torch makes a million objects,
-    none of which is garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def build_engine(config: EngineConfig, *, is_streaming: bool = False) -> Engine:
     """Return an engine that is ready to run; see `assemble`. With several replicas, it is one that
     passes requests on to their processes."""
@@ -211,7 +197,7 @@ def select(plan: EnginePlan) -> Selection:
     return select_kernels(plan.device, getattr(torch, plan.dtype), **options)
 
 
-@_no_collection()
+@uncollected()
 def build_executor(planned: PlannedModel, name: str | None = None) -> Executor:
     """Return the executor of this name (see `quire.executor.registry`) for a planned model, by
     default the one that its plan needs. Raises ConfigError for an unknown name."""
