@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,13 @@ LIMITS = Limits("avx9", 2, 100e9, 200e9, 400e9, 500e9, 10e9)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny weights, few tries; threads and instruction set are given back."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny weights, few tries."""
     if cpu.IMPORT_ERROR is not None:
         pytest.skip(f"no native kernels: {cpu.IMPORT_ERROR}")
     monkeypatch.setattr(bench, "_READ_BYTES", 1 << 16)
     monkeypatch.setattr(bench, "_PROBE_ROUNDS", 100)
     monkeypatch.setattr(bench, "_BUDGET_S", 0.001)
-    threads, isa = cpu.num_threads(), cpu.isa()
-    yield
-    cpu.set_num_threads(threads)
-    cpu.set_isa(isa)
 
 
 @pytest.mark.usefixtures("quick")
@@ -66,7 +61,7 @@ def test_the_table() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "kernels.json"
+    path, before = tmp_path / "kernels.json", (cpu.isa(), cpu.num_threads())
     options = [
         "--shape",
         "32x128",
@@ -87,6 +82,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("bf16", 1), ("bf16", 3), ("int4-g128", 1), ("int4-g128", 3),
     ]  # fmt: skip
     assert all(each["seconds"] > 0 for each in figures["linear"])
+    assert (cpu.isa(), cpu.num_threads()) == before, "the process has what it had"
 
 
 @pytest.mark.usefixtures("quick")

@@ -548,9 +548,7 @@ def test_nor_do_they_where_instructions_are_acted_out(
     requests = {
         name: REQUESTS[name] for name in ("greedy-1", "greedy-17", "shared-33", "shared-49", "hot")
     }
-    before = cpu.isa()
-    cpu.set_isa(isa)
-    try:
+    with cpu.using(isa=isa):
         alone: Answers = {}
         for name, request in requests.items():
             alone |= _answers(
@@ -561,8 +559,6 @@ def test_nor_do_they_where_instructions_are_acted_out(
             **NUMBERS[kind], max_num_batched_tokens=7, max_num_seqs=3, num_threads=2
         )
         assert _answers(chunked, requests) == alone
-    finally:
-        cpu.set_isa(before)
 
 
 @pytest.mark.slow_combinations

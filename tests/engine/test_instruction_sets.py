@@ -3,7 +3,6 @@ within rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -53,23 +52,16 @@ def _reference(quantization: str | None) -> list[_Step]:
     return _greedy("reference", quantization)
 
 
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = cpu.isa()
-    yield
-    cpu.set_isa(before)
-
-
 @pytest.mark.slow_combinations
 @pytest.mark.skipif(cpu.IMPORT_ERROR is not None, reason="the native extension is not built")
-@pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("isa", cpu.supported_isas() if cpu.IMPORT_ERROR is None else [])
 def test_greedy_text_is_the_references(isa: str, quantization: str | None) -> None:
-    cpu.set_isa(isa)
+    with cpu.using(isa=isa):
+        steps = _greedy("cpu", quantization)
     tolerance = TOLERANCE[quantization]
     num_compared = 0
-    for got, wanted in zip(_greedy("cpu", quantization), _reference(quantization), strict=True):
+    for got, wanted in zip(steps, _reference(quantization), strict=True):
         if got.token_id != wanted.token_id:
             assert wanted.margin < 2 * tolerance, f"token {num_compared}: {got} instead of {wanted}"
             break

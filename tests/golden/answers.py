@@ -55,16 +55,11 @@ class Backend(NamedTuple):
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        with exact_interpreter() if self.kernels == "triton" else nullcontext():
-            if self.isa is None:
-                yield
-                return
-            before = cpu.isa()
-            cpu.set_isa(self.isa)
-            try:
-                yield
-            finally:
-                cpu.set_isa(before)
+        with (
+            exact_interpreter() if self.kernels == "triton" else nullcontext(),
+            cpu.using(isa=self.isa) if self.isa is not None else nullcontext(),
+        ):
+            yield
 
 
 def backends(case: Case) -> list[Backend]:

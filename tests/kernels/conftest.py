@@ -47,10 +47,8 @@ def native_projections(request: pytest.FixtureRequest, native: Kernels) -> Itera
 
 
 def _under(isa: str, native: Kernels) -> Iterator[Kernels]:
-    before = cpu.isa()
-    cpu.set_isa(isa)
-    yield native
-    cpu.set_isa(before)
+    with cpu.using(isa=isa):
+        yield native
 
 
 @pytest.fixture

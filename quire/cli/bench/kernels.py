@@ -95,17 +95,16 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise UsageError(f"--weights: {unknown[0]!r} is not one of {', '.join(KINDS)}")
     cpu.load()  # says what is missing where there are no native kernels
-    if args.isa is not None:
-        cpu.set_isa(args.isa)
-    if args.num_threads is not None:
-        cpu.set_num_threads(args.num_threads)
     for kind in kinds:
         size = KINDS[kind].group_size
         if size and args.shape[1] % size:
             raise ConfigError(
                 f"--shape: groups of {size} ({kind}) do not divide {args.shape[1]} inputs"
             )
-    with open_output(None if args.json == "-" else args.json) as file:
+    with (
+        cpu.using(isa=args.isa, num_threads=args.num_threads),
+        open_output(None if args.json == "-" else args.json) as file,
+    ):
         limits = measure_limits()
         times = [
             each for kind in kinds for each in measure_linear(kind, args.shape, args.rows, limits)

@@ -11,6 +11,8 @@ going on.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,3 +131,19 @@ def set_isa(name: str) -> None:
     if name not in supported_isas() + emulated_isas():
         raise ConfigError(f"instruction set {name!r} is not one of {', '.join(supported_isas())}")
     native.set_isa(name)
+
+
+@contextmanager
+def using(*, isa: str | None = None, num_threads: int | None = None) -> Iterator[None]:
+    """Use another instruction set or thread count, and afterwards again those in use before: both
+    belong to the process, and what runs in it next shall not inherit them."""
+    before = native.isa(), native.num_threads()
+    try:
+        if isa is not None:
+            set_isa(isa)
+        if num_threads is not None:
+            set_num_threads(num_threads)
+        yield
+    finally:
+        native.set_isa(before[0])
+        native.set_num_threads(before[1])

@@ -34,10 +34,8 @@ TINY = 2.0**-126
 
 @pytest.fixture
 def amx(native: Kernels) -> Iterator[Kernels]:
-    before = cpu.isa()
-    cpu.set_isa(NAME)
-    yield native
-    cpu.set_isa(before)
+    with cpu.using(isa=NAME):
+        yield native
 
 
 def _flushed(x: Doubles) -> Doubles:

@@ -428,11 +428,10 @@ def test_packing_keeps_nothing_of_the_original(native: Kernels) -> None:
 
 
 def test_a_packed_weight_serves_every_instruction_set(native_isa: Kernels) -> None:
-    mine, x = cpu.isa(), draw(3, 31, dtype=torch.bfloat16)
-    cpu.set_isa(cpu.supported_isas()[0])
-    packed = native_isa.pack_linear(draw(20, 31, dtype=torch.bfloat16))
-    plain = native_isa.linear(x, packed, out_dtype="float32")
-    cpu.set_isa(mine)
+    x = draw(3, 31, dtype=torch.bfloat16)
+    with cpu.using(isa=cpu.supported_isas()[0]):
+        packed = native_isa.pack_linear(draw(20, 31, dtype=torch.bfloat16))
+        plain = native_isa.linear(x, packed, out_dtype="float32")
     torch.testing.assert_close(
         native_isa.linear(x, packed, out_dtype="float32"), plain, atol=1e-5, rtol=1e-5
     )
@@ -542,27 +541,22 @@ def test_pairs_of_bfloat16_are_multiplied_as_the_instruction_does(
                     .float()
                     .double()
                 )
-    before, plain = cpu.isa(), native.linear(x, native.pack_linear(weight), out_dtype="float32")
-    try:
-        for isa in {"avx512bf16emulated", "avx512bf16"} & {
-            *cpu.emulated_isas(),
-            *cpu.supported_isas(),
-        }:
-            cpu.set_isa(isa)
+    plain = native.linear(x, native.pack_linear(weight), out_dtype="float32")
+    for isa in {"avx512bf16emulated", "avx512bf16"} & {
+        *cpu.emulated_isas(),
+        *cpu.supported_isas(),
+    }:
+        with cpu.using(isa=isa):
             got = native.linear(x, native.pack_linear(weight), out_dtype="float32")
-            assert torch.equal(got.double(), expected)
-    finally:
-        cpu.set_isa(before)
-    assert before == "avx512bf16" or not torch.equal(plain, got), "the instruction was not used"
+        assert torch.equal(got.double(), expected)
+    assert cpu.isa() == "avx512bf16" or not torch.equal(plain, got), "the instruction was not used"
 
 
 @pytest.mark.parametrize("isa", cpu.emulated_isas() if cpu.IMPORT_ERROR is None else [])
 def test_pairs_with_subnormal_numbers_count_as_zero(native: Kernels, isa: str) -> None:
     x = torch.tensor([[2.0**-130, 1.0, 2.0**-100, 0.0]], dtype=torch.bfloat16)
     weight = torch.tensor([[2.0**20, 3.0, 2.0**-40, 1.0]], dtype=torch.bfloat16)
-    before = cpu.isa()
-    cpu.set_isa(isa)
-    try:
+    with cpu.using(isa=isa):
         assert native.linear(x, native.pack_linear(weight)).item() == 3.0
         tiny = native.linear(
             x[:, 2:].contiguous(),
@@ -570,5 +564,3 @@ def test_pairs_with_subnormal_numbers_count_as_zero(native: Kernels, isa: str) -
             out_dtype="float32",
         )
         assert tiny.item() == 0.0
-    finally:
-        cpu.set_isa(before)

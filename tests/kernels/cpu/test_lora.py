@@ -22,10 +22,8 @@ RANKS = (1, 4, 5, 16, 64, 256)
 
 @pytest.fixture(params=_native.supported_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
+    with cpu.using(isa=request.param):
+        yield request.param
 
 
 def _weight(rank: int, dtype: torch.dtype, seed: int) -> LoraWeight:
@@ -90,12 +88,8 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(
 ) -> None:
     x, y, of_token = _step(dtype, 150)
     packed = [lora.pack_adapter(each, 3) for each in _adapters(dtype)]
-    before = _native.num_threads()
-    _native.set_num_threads(num_threads)
-    try:
+    with cpu.using(num_threads=num_threads):
         together = _adapted(x, y, packed, of_token)
-    finally:
-        _native.set_num_threads(before)
     for row in range(0, 150, 7):
         if of_token[row] >= 0:
             alone = _adapted(x[row : row + 1], y[row : row + 1], [packed[of_token[row]]], [0])

@@ -33,10 +33,8 @@ VOCABS = [1, 5, 63, 64, 65, 1000, 4099]
 
 @pytest.fixture(params=cpu.supported_isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.set_isa(request.param)
-    yield request.param
-    cpu.set_isa(before)
+    with cpu.using(isa=request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**64 - 1, 2**40 + 3), (12345, 77)])
