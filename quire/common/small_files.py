@@ -41,6 +41,12 @@ def is_folder(path: Path) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
+def exists(path: Path) -> bool:
+    """Return whether anything has this name, to be read or refused: an optional file that is
+    there as a folder is not absent. Raises CheckpointError where the system does not say."""
+    return _status(path) is not None
+
+
 def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
     """Open a regular file to be read; a pipe is not waited for. Raises OSError."""
     # a name with a null byte: ValueError
@@ -84,7 +90,7 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 def read_optional_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Return the same, empty where nothing has this name. Raises CheckpointError also for what is
     there and no regular file."""
-    return {} if _status(path) is None else read_object(path, max_bytes)
+    return read_object(path, max_bytes) if exists(path) else {}
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:

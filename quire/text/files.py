@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from quire.common.small_files import (
+    exists,
     is_file,
     is_folder,
-    read_object,
     read_optional_object,
     read_text,
 )
@@ -154,10 +154,10 @@ def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
     for name in ("additional_chat_templates", "chat_templates"):
         for path in sorted(islice((folder / name).glob("*.jinja"), _MAX_TEMPLATES)):
             templates[path.stem] = read_text(path, _MAX_TEMPLATE_BYTES)
-    if is_file(folder / "chat_template.json"):  # where processors keep it
-        kept = read_object(folder / "chat_template.json", _MAX_TEMPLATE_BYTES).get("chat_template")
-        if isinstance(kept, str):
-            templates["default"] = kept
-    if is_file(folder / "chat_template.jinja"):
+    # where processors keep it
+    kept = read_optional_object(folder / "chat_template.json", _MAX_TEMPLATE_BYTES)
+    if isinstance(kept.get("chat_template"), str):
+        templates["default"] = kept["chat_template"]
+    if exists(folder / "chat_template.jinja"):
         templates["default"] = read_text(folder / "chat_template.jinja", _MAX_TEMPLATE_BYTES)
     return templates

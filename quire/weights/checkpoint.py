@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.common.small_files import is_file, read_object
+from quire.common.small_files import exists, is_file, read_object
 from quire.errors import CheckpointError
 from quire.models.declaration import DecoderSpec
 from quire.models.tensors import StackedPlace, TensorSpec
@@ -171,7 +171,7 @@ class SafetensorsCheckpoint(WeightSource):
     def _find_tensors(self) -> dict[str, tuple[TensorFile, StoredTensor]]:
         """Return every tensor by name, from the files that the index names or from the only
         file."""
-        if is_file(self._folder / INDEX_NAME):
+        if exists(self._folder / INDEX_NAME):
             return self._read_shards(_read_index(self._folder / INDEX_NAME))
         candidates = (
             [SINGLE_NAME]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.common.small_files import is_file, is_folder, read_object, read_optional_object
+from quire.common.small_files import exists, is_file, is_folder, read_object, read_optional_object
 from quire.config.paths import is_possible
 from quire.errors import ModelNotFoundError
 
@@ -85,7 +85,7 @@ def local_path(name: str) -> Path:
 
 def has_modules(folder: Path) -> bool:
     """Return whether a folder has the layout of sentence-transformers."""
-    return is_file(folder / MODULES_NAME)
+    return exists(folder / MODULES_NAME)
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
@@ -110,10 +110,10 @@ def read_preprocessor_config(folder: Path) -> dict[str, object] | None:
     """Return the settings of the model's image processor: those of `preprocessor_config.json`, in
     newer folders a section of `processor_config.json`. None where there are none."""
     path = folder / "preprocessor_config.json"
-    if is_file(path):
+    if exists(path):
         return read_object(path, _MAX_JSON_BYTES)
     path = folder / "processor_config.json"
-    found = read_object(path, _MAX_JSON_BYTES).get("image_processor") if is_file(path) else None
+    found = read_optional_object(path, _MAX_JSON_BYTES).get("image_processor")
     return found if isinstance(found, dict) else None
 
 

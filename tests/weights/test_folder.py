@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,15 @@ import pytest
 from timing import timed
 
 from quire.errors import CheckpointError, ModelNotFoundError
+from quire.text.files import read_text_config
 from quire.weights import folder as folder_module
-from quire.weights.folder import read_generation_config, read_model_config, resolve_model
+from quire.weights.folder import (
+    has_modules,
+    read_generation_config,
+    read_model_config,
+    read_preprocessor_config,
+    resolve_model,
+)
 
 
 @pytest.fixture
@@ -140,6 +148,32 @@ def test_configs_are_read(tmp_path: Path) -> None:
 def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("generation_config.json", read_generation_config),
+        ("preprocessor_config.json", read_preprocessor_config),
+        ("processor_config.json", read_preprocessor_config),
+        ("chat_template.json", read_text_config),
+        ("chat_template.jinja", read_text_config),
+    ],
+)
+def test_an_optional_file_may_be_absent_and_is_no_folder(
+    tmp_path: Path, name: str, read: Callable[[Path], object]
+) -> None:
+    """A model without its template, or its way of bringing images to size, would be another."""
+    read(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        read(tmp_path)
+
+
+def test_modules_that_cannot_be_read_are_not_a_model_without_modules(tmp_path: Path) -> None:
+    assert not has_modules(tmp_path)
+    (tmp_path / "modules.json").mkdir()
+    assert has_modules(tmp_path)
 
 
 @pytest.mark.parametrize(
