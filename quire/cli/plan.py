@@ -42,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     machine = machine_for(config)
     planned = plan_engine(config, machine)
-    if planned.files.has_weights:
-        check_files(planned)
+    check_files(planned, may_be_absent=True)
     plan = planned.plan
     record = describe(plan, machine)
     record["kernels"] = _kernels(plan)

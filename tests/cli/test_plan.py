@@ -76,6 +76,22 @@ def test_weights_that_cannot_be_read_are_refused(
     assert "model-00001.safetensors is missing" in capsys.readouterr().err
 
 
+def test_weights_of_a_draft_model_that_cannot_be_read_are_refused(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path
+) -> None:
+    for path in Path(tiny).glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    drafting = json.dumps({"model": str(tmp_path), "num_speculative_tokens": 2})
+    options = ["--kernels", "reference", "--kv-cache-memory", "1MiB"]
+    command = ["plan", tiny, *options, "--speculative-config", drafting]
+    assert main(command) == 0, "a config alone can be planned"
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    capsys.readouterr()
+    assert main(command) != 0
+    said = capsys.readouterr()
+    assert not said.out and "the draft model:" in said.err and "model.safetensors" in said.err
+
+
 def test_plan_says_why_better_kernels_are_not_chosen(
     capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,14 +15,17 @@ from quire.errors import CheckpointError, ConfigError
 from quire.nn.parts import ModelPart, hold
 
 if TYPE_CHECKING:
+    from quire.engine.assembly.model_files import ModelFiles
     from quire.engine.assembly.planned_model import PlannedModel
     from quire.kernels.interface import Kernels
     from quire.lora.table import AdapterTable
-    from quire.models.declaration import DenseSpec
+    from quire.models.declaration import DecoderSpec, DenseSpec
     from quire.models.tensors import LinearSpec
     from quire.nn.decoder import DecoderModel
     from quire.nn.pooler import Pooler
+    from quire.quant.gguf_formats import GgufStorage
     from quire.quant.linears import FloatLinears, LinearLoader
+    from quire.quant.storage import CheckpointStorage
     from quire.weights.expert_store import ExpertStore
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
@@ -267,21 +270,36 @@ def head_start(planned: PlannedModel) -> HeadStart | None:
     return HeadStart(checkpoint, wanted, plan.dtype, plan.num_threads)
 
 
-def check_files(planned: PlannedModel) -> None:
-    """Check what the weight files say of themselves against the model, for a process that does not
-    load them. Raises CheckpointError."""
+def check_files(planned: PlannedModel, *, may_be_absent: bool = False) -> None:
+    """Check what the weight files of the model, and of the one that drafts for it, say of
+    themselves against what they should hold, for a process that does not load them. Raises
+    CheckpointError; not for a model without any weight files where these `may_be_absent`."""
+    if planned.plan.config.load_format == "dummy":
+        return
+    if planned.given is None:
+        _check(planned.files, planned.plan.spec, planned.storage, may_be_absent)
+    found, draft = planned.draft, planned.plan.draft
+    if found is None or draft is None:
+        return
+    try:
+        _check(found.files, draft.spec, found.storage, may_be_absent)
+    except CheckpointError as error:
+        raise CheckpointError(f"speculative_config: the draft model: {error}") from error
+
+
+def _check(
+    files: ModelFiles,
+    spec: DecoderSpec,
+    storage: CheckpointStorage | GgufStorage | None,
+    may_be_absent: bool,
+) -> None:
+    from quire.quant.storage import CheckpointStorage
     from quire.weights.checkpoint import SafetensorsCheckpoint
 
-    plan, storage = planned.plan, planned.storage
-    layout = None
-    if storage is not None:
-        from quire.quant.gguf_formats import GgufStorage
-
-        if isinstance(storage, GgufStorage):  # checked when it was found
-            return
-        layout = storage.layout
-    if plan.config.load_format != "dummy" and planned.given is None:
-        SafetensorsCheckpoint(planned.folder, plan.spec, layout).close()
+    if files.gguf is not None or (may_be_absent and not files.has_weights):
+        return  # a GGUF file was checked when it was found
+    layout = storage.layout if isinstance(storage, CheckpointStorage) else None
+    SafetensorsCheckpoint(files.folder, spec, layout).close()
 
 
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
