@@ -139,8 +139,31 @@ def _compressed(family: str) -> tuple[Any, dict[str, Any]]:
     return quantized.packed_integers(4, 32, is_symmetric=False), config
 
 
+def _fp8(family: str) -> tuple[Any, dict[str, Any]]:
+    """Blocks with scales, as these models publish them: every module of the tower is listed."""
+    towers = ("model.visual", "vision_tower.vision_model.encoder.layers", "vision_tower")
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+              "weight_block_size": [32, 32],
+              "modules_to_not_convert": ["lm_head", "multi_modal_projector", *towers]}  # fmt: skip
+    return quantized.fp8("weight_scale_inv", block=(32, 32)), config
+
+
+def _compressed_fp8(family: str) -> tuple[Any, dict[str, Any]]:
+    """A scale for each output, and inputs rounded token by token where that is computed."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    config = quantized.compressed_tensors("float-quantized", inputs, **weights)
+    config["ignore"] = [HEADS.get(family, "lm_head"), "re:.*vision_tower.*", "re:.*visual.*",
+                        "re:.*multi_modal_projector.*"]  # fmt: skip
+    return quantized.fp8("weight_scale", is_per_output=True), config
+
+
 @pytest.mark.slow_combinations
-@pytest.mark.parametrize("form", [_gptq, _awq, _compressed], ids=["gptq", "awq", "compressed"])
+@pytest.mark.parametrize(
+    "form",
+    [_gptq, _awq, _compressed, _fp8, _compressed_fp8],
+    ids=["gptq", "awq", "compressed", "fp8", "compressed-fp8"],
+)
 @pytest.mark.parametrize("family", WRITE)
 def test_decoders_of_public_formats_answer_as_the_floats_that_they_stand_for(
     family: str, form: Any, folder_of: Callable[[str], Path], tmp_path: Path

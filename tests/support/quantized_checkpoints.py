@@ -272,8 +272,10 @@ def fp8(
         tall, wide = block or ((1, shape[1]) if is_per_output else shape)
         grid = (-(-shape[0] // tall), -(-shape[1] // wide))
         if isinstance(source, np.ndarray):
-            assert is_per_output
-            scales = (np.abs(source).max(1, keepdims=True) / 448).astype(np.float32)
+            padded = np.zeros((grid[0] * tall, grid[1] * wide), np.float32)
+            padded[: shape[0], : shape[1]] = np.abs(source)
+            largest = padded.reshape(grid[0], tall, grid[1], wide).max((1, 3))
+            scales = (largest / 448).astype(np.float32)
         else:
             scales = (source.uniform(0.5, 1.5, grid) * 0.005).astype(np.float32)
         full = np.repeat(np.repeat(scales, tall, 0)[: shape[0]], wide, 1)[:, : shape[1]]
