@@ -138,6 +138,10 @@ class Deployment:
         """Addresses that other machines can reach."""
         return faults.exposed(self.processes().values())
 
+    def is_lasting(self, name: str) -> bool:
+        """Whether a process that is no node may stop for a while unnoticed."""
+        return False
+
     def await_whole(self) -> None:
         """Start what was killed, and wait until all answer and hold nothing."""
         for each in self.nodes.values():
@@ -160,7 +164,7 @@ class Deployment:
         return all(each["state"] != "down" for each in shown)
 
 
-def _server(name: str, folder: Path, *options: str) -> tuple[Node, str]:
+def server(name: str, folder: Path, *options: str) -> tuple[Node, str]:
     port = reserved_port()
     given = (*SERVER, *options, "--port", str(port))
     return Node(
@@ -174,7 +178,7 @@ def _router(folder: Path, *options: str) -> Node:
 
 
 def _alone(*options: str) -> Callable[[Path], Deployment]:
-    return lambda folder: Deployment(_server("server", folder, *options)[0])
+    return lambda folder: Deployment(server("server", folder, *options)[0])
 
 
 def _prefill_and_decode(folder: Path) -> Deployment:
@@ -188,15 +192,15 @@ def _prefill_and_decode(folder: Path) -> Deployment:
         ("--kv-transfer-config", json.dumps(config | {"kv_role": role}))
         for role in ("kv_producer", "kv_consumer")
     )
-    prefill, prefill_url = _server("prefill", folder, *producer)
-    decode, decode_url = _server("decode", folder, *consumer)
+    prefill, prefill_url = server("prefill", folder, *producer)
+    decode, decode_url = server("decode", folder, *consumer)
     router = _router(folder, "--prefill-backend", prefill_url, "--backend", decode_url)
     return Deployment(prefill, decode, router)
 
 
 def _two_back_ends(folder: Path) -> Deployment:
-    one, one_url = _server("one", folder)
-    two, two_url = _server("two", folder)
+    one, one_url = server("one", folder)
+    two, two_url = server("two", folder)
     router = _router(folder, "--backend", one_url, "--backend", two_url)
     return Deployment(one, two, router)
 
@@ -214,9 +218,8 @@ DEPLOYMENTS: Mapping[str, Callable[[Path], Deployment]] = {
 
 
 @contextmanager
-def deployed(name: str, folder: Path) -> Iterator[Deployment]:
-    """One of them, once it is whole; ended with the block, and nothing of it is left."""
-    made = DEPLOYMENTS[name](folder)
+def deployed(made: Deployment) -> Iterator[Deployment]:
+    """One, once it is whole; ended with the block, and nothing of it is left."""
     pids = set[int]()
     try:
         for each in made.nodes.values():
