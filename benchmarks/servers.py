@@ -112,8 +112,9 @@ class Server:
 
 @contextmanager
 def running(launch: Launch) -> Iterator[Server]:
-    """Start, wait until it is ready, and end it however the block is left.
+    """Start, wait until it is ready, and end it however the block is left, by SIGTERM too.
     RuntimeError with its last words if it fails."""
+    _leave_blocks_when_terminated()
     port, began_s = free_port(), time.monotonic()
     with tempfile.TemporaryFile() as log:
         command = launch.command(port)
@@ -135,6 +136,13 @@ def running(launch: Launch) -> Iterator[Server]:
             yield Server(url, process, time.monotonic() - began_s)
         finally:
             _end(process)
+
+
+def _leave_blocks_when_terminated() -> None:
+    """Have SIGTERM (`timeout`, `kill`) end this program as an interrupt does: servers have sessions
+    of their own, and would go on in memory that the next measurement lacks."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

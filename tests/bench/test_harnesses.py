@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_server import Plan, fake_server
+from served import is_alive
 from timing import timed
 
 from benchmarks import overload, serving_compare, soak, streams, survival
@@ -191,6 +193,27 @@ def test_processes_are_watched() -> None:
         assert descendants(process.pid) == [process.pid] and num_fds(process.pid) >= 3
         assert process.pid in descendants(os.getpid()) and rss_bytes(os.getpid()) > 1 << 20
         process.kill()
+
+
+def test_a_harness_that_is_terminated_leaves_no_server_behind() -> None:
+    """As `timeout` does; a server is in a session of its own."""
+    program = """
+import time
+from benchmarks.servers import Launch, running
+with running(Launch("quire", "quire-storyteller", ["--kv-cache-memory", "8MiB"])) as server:
+    print(server.pid, flush=True)
+    time.sleep(600)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    ) as harness:
+        assert harness.stdout is not None
+        pid = int(harness.stdout.readline())
+        assert is_alive(pid)
+        harness.terminate()
+        assert harness.wait(60) == 128 + signal.SIGTERM
+    assert not is_alive(pid)
 
 
 @timed

@@ -14,6 +14,7 @@ from deployments import DIVIDED, Deployment, deployed, server
 from fault_rounds import NUMBERS, endure
 from ranks import needs_ranks
 from ray_clusters import ray_cluster
+from served import until
 
 pytestmark = [
     needs_ranks, pytest.mark.slow, pytest.mark.timeout(7200),
@@ -49,6 +50,11 @@ class RayDeployment(Deployment):
             elif any("RankActor" in each for each in command):
                 found[f"ray worker {next(numbers)}"] = pid
         return found
+
+    def await_whole(self) -> None:
+        """Wait for Ray as well, which takes a while to end the worker of a rank that is lost."""
+        super().await_whole()
+        until(lambda: sum(name.startswith("ray ") for name in self.processes()) == 2)
 
     def exposed(self) -> list[str]:
         """Addresses that other machines can reach, but those of Ray, which listens in each driver,

@@ -165,6 +165,7 @@ class Deployment:
 
 
 def server(name: str, folder: Path, *options: str) -> tuple[Node, str]:
+    """A server at a port that is kept for it, and its address."""
     port = reserved_port()
     given = (*SERVER, *options, "--port", str(port))
     return Node(
