@@ -54,7 +54,15 @@ class RayDeployment(Deployment):
     def await_whole(self) -> None:
         """Wait for Ray as well, which takes a while to end the worker of a rank that is lost."""
         super().await_whole()
-        until(lambda: sum(name.startswith("ray ") for name in self.processes()) == 2)
+        until(self._has_one_rank)
+        super().await_whole()
+
+    def _has_one_rank(self) -> bool:
+        """Whether there are a rank and its worker, and no others. An engine that has nothing to
+        compute notices with its next step that a rank of Ray's is lost."""
+        with self.front.served.client() as client:
+            client.post("/v1/completions", json={"prompt": "One", "max_tokens": 1})
+        return sum(name.startswith("ray ") for name in self.processes()) == 2
 
     def exposed(self) -> list[str]:
         """Addresses that other machines can reach, but those of Ray, which listens in each driver,
