@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import write_certificates
 from ranks import OLMOE, answers, engine_of, needs_ranks, ranks_of, write_model
 from ray_clusters import ray_cluster
 
@@ -108,6 +109,27 @@ def test_a_rank_of_ray_that_is_lost_is_replaced_and_every_request_goes_on(
     while any(map(_lives, seen)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     assert not any(map(_lives, seen)), "a process was left behind"
+
+
+def test_encrypted_ranks_on_ray_sleep_and_are_started_anew(cluster: Any, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "LlamaForCausalLM")
+    with engine_of(folder) as engine:
+        expected = answers(engine)
+    encrypted = {"distributed_ssl": write_certificates(tmp_path)}
+    with engine_of(folder, tensor_parallel_size=2, **RAY, **encrypted) as engine:
+        assert answers(engine) == expected
+        group = ranks_of(engine).group
+        for level in (1, 2):
+            pids = group.pids
+            assert len(pids) == 1
+            engine.sleep(level)
+            assert not group.pids and not any(map(_lives, pids)), level
+            engine.wake_up()
+            assert answers(engine) == expected, level
+        # one that is lost after all that is replaced as any other
+        pids = group.pids
+        assert answers(engine, _at_step_5(partial(os.kill, pids[0], signal.SIGKILL))) == expected
+        assert group.pids != pids
 
 
 def test_ranks_run_in_the_placement_group_that_they_are_given(cluster: Any, tmp_path: Path) -> None:
