@@ -203,6 +203,7 @@ class Comparison:
             "config": config,
             "num_threads": args.threads,
             "first_requests": args.first_requests,
+            "is_resident": args.resident,
             "instruction_set": cpu.isa() if cpu.IMPORT_ERROR is None else "reference",
             "machine": describe_machine(Machine.inspect()),
             "versions": describe_versions(),

@@ -73,6 +73,7 @@ EMERALD_AVX512 = Machine(
     "emerald-avx512", "Emerald Rapids, 2 cores, AVX-512 only", "python -m benchmarks.without_amx "
 )
 EMERALD_AMX = Machine("emerald-amx", "Emerald Rapids, 2 cores, AMX")
+EPYC_BF16 = Machine("epyc-bf16", "EPYC with AVX512-BF16, 2 cores")
 
 
 def machine_of(record: Record) -> Machine:
@@ -83,5 +84,7 @@ def machine_of(record: Record) -> Machine:
         return CASCADE_LAKE
     if cpu == "Intel(R) Xeon(R) Processor":  # virtualised: the kernel does not say which
         return EMERALD_AVX512 if instructions == "avx512vnni" else EMERALD_AMX
+    if cpu == "AMD EPYC" and instructions == "avx512bf16":
+        return EPYC_BF16
     slug = "-".join("".join(each if each.isalnum() else " " for each in cpu.lower()).split())
     return Machine(slug, f"{cpu}, {record['machine']['num_cores']} cores")

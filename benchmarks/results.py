@@ -112,7 +112,9 @@ def command_of(record: Record) -> str:
     peers are installed as benchmarks/README.md says."""
     rounds = 1 + max((each["round"] for each in record["measurements"]), default=0)
     variants = ",".join(record["variants"])
-    resident = "" if "transformers" in variants else "--resident "
+    # earlier records do not say it
+    is_resident = record.get("is_resident", "transformers" not in variants)
+    resident = "--resident " if is_resident else ""
     what = f"--model models/{record['model']} --workloads {','.join(record['workloads'])}"
     compare = (
         f"python -m benchmarks.compare {resident}{what} --rounds {rounds} --variants {variants} "
