@@ -68,9 +68,9 @@ class Fault:
     """Of an undisturbed round."""
     told: list[str] = field(default_factory=list)
     permitted: set[str] = field(default_factory=lambda: {"whole"})
-    victims: list[int] = field(default_factory=list)
-    """Processes that were killed, or stopped for good."""
     killed: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+    """Processes that nothing lets go on: what has started them is to replace them."""
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,10 +120,12 @@ class Fault:
             self.told.append("which was gone")
 
     def _kill(self, pid: int) -> None:
-        self.victims.append(pid)
         self.killed.append(pid)
+        self._send(pid, signal.SIGKILL)
+
+    def _send(self, pid: int, number: signal.Signals) -> None:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             self.told.append("which was gone")
 
@@ -137,8 +139,8 @@ class Fault:
         if how == "kill":
             self._kill(pid)
             return
-        self.victims += [] if is_lasting else [pid]
-        os.kill(pid, signal.SIGSTOP)
+        self.stopped += [] if is_lasting else [pid]
+        self._send(pid, signal.SIGSTOP)
         if is_lasting:  # what nothing replaces goes on by itself, soon or late
             await asyncio.sleep(self.rng.choice((0.5, 3.0, 8.0)))
             faults.go_on([pid])
@@ -173,7 +175,8 @@ def strike_once(
     deployment.await_whole()
     left = before - set(deployment.processes().values())
     until(lambda: faults.have_ended(left))
-    lasting = [each for each in fault.victims if is_alive(each) and each not in before]
+    struck = (*fault.killed, *fault.stopped)
+    lasting = [each for each in struck if is_alive(each) and each not in before]
     assert not lasting, "what was killed lives"
     assert not deployment.exposed()
     return fault.told, outcomes
