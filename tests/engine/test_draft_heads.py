@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.assembly.builder import build_engine
+from quire.engine.assembly.loading import check_files
 from quire.engine.assembly.preparation import plan_engine
 from quire.engine.loop.engine import Engine
 from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -171,6 +172,20 @@ def test_the_targets_weights_are_replaced_and_the_heads_are_not(
 def _edited(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _HEADS)
+def test_files_of_heads_are_checked_before_they_are_loaded(name: str, tmp_path: Path) -> None:
+    method, write = _HEADS[name]
+    write(tmp_path)
+    config = EngineConfig(model=str(tmp_path / "target"), **_options(method, tmp_path))
+    check_files(plan_engine(config))
+    if method == "mtp":  # which the target's own files hold
+        return
+    (tmp_path / "head" / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(CheckpointError, match=r"the draft model: .*head/model\.safetensors"):
+        check_files(plan_engine(config))
 
 
 def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:

@@ -140,11 +140,10 @@ def _compressed(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _fp8(family: str) -> tuple[Any, dict[str, Any]]:
-    """Blocks with scales, as these models publish them: every module of the tower is listed."""
-    towers = ("model.visual", "vision_tower.vision_model.encoder.layers", "vision_tower")
+    """A scale for each block, and the modules that stay floats by name."""
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
               "weight_block_size": [32, 32],
-              "modules_to_not_convert": ["lm_head", "multi_modal_projector", *towers]}  # fmt: skip
+              "modules_to_not_convert": ["lm_head", "multi_modal_projector", *TOWERS]}  # fmt: skip
     return quantized.fp8("weight_scale_inv", block=(32, 32)), config
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.file_states import lasting_name, states_of
-from quire.common.small_files import is_file, is_folder
+from quire.common.small_files import exists, is_file, is_folder
 from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from quire.models.declaration import DecoderSpec
@@ -61,7 +61,7 @@ class ModelFiles(NamedTuple):
         """Whether there are weight files, or an index that names some."""
         if self.config_path is not None:
             return False
-        is_listed = is_file(self.folder / INDEX_NAME)
+        is_listed = exists(self.folder / INDEX_NAME)
         return self.gguf is not None or is_listed or any(self.folder.glob("*.safetensors"))
 
     def states(self, tokenizer: str | None) -> dict[str, tuple[int, int, str]]:
