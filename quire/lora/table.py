@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 Loaded = tuple[AdapterOrder, PackedAdapter | str]
 """An order to load, and its outcome or why there is none."""
+
+_EXIT_S = 2.0
+"""For so long the interpreter's exit waits for an adapter that is being loaded."""
 
 
 class AdapterTable:
@@ -166,6 +170,7 @@ class AdapterTable:
                 target=_load_all, args=arguments, name="quire-adapters", daemon=True
             )
             self._thread.start()
+            weakref.finalize(self, _end, self._asked, self._thread)
 
     def _forget_all(self) -> None:
         self._spare |= self._adapters
@@ -183,6 +188,14 @@ class AdapterTable:
         self._note(order, outcome)
         self._adapters[order.digest] = outcome
         return AdapterVerdict(order.digest, None, order.number)
+
+
+def _end(asked: queue.SimpleQueue[AdapterOrder | None], thread: threading.Thread) -> None:
+    """End the thread of a table that is freed, or that is still there as the interpreter exits: a
+    thread that waits then is never woken, and what it refers to never freed, the model included."""
+    asked.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_EXIT_S)
 
 
 def _load_all(
