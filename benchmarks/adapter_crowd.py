@@ -60,9 +60,9 @@ class Crowd:
         `adapters` are by number; with a single one, all requests have that."""
         began: dict[str, float] = {}
         waits: dict[str, float] = {}
-        started, num_added = time.perf_counter(), 0
+        started, num_added, num_ended = time.perf_counter(), 0, 0
         while num_added < len(self.prompts) or engine.has_work:
-            while len(began) - len(waits) < self._at_once and num_added < len(self.prompts):
+            while num_added - num_ended < self._at_once and num_added < len(self.prompts):
                 name, which = str(num_added), self.chosen[num_added] if len(adapters) > 1 else 0
                 began[name] = time.perf_counter()
                 prompt = TokensPrompt(prompt_token_ids=self.prompts[num_added])
@@ -70,6 +70,7 @@ class Crowd:
                 num_added += 1
             for output in engine.step():
                 assert isinstance(output, RequestOutput) and output.error is None
+                num_ended += output.finished
                 if output.request_id not in waits:
                     now = time.perf_counter()
                     waits[output.request_id] = now - began[output.request_id]

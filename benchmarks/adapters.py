@@ -1,10 +1,12 @@
-"""What adapters cost: a batch that uses eight of them, and one request with one, beside the model.
+"""What adapters cost: a batch that uses eight of those in memory, and one request with one, beside
+the model.
 
-    python -m benchmarks.adapters --model qwen3-0.6b --rounds 3
+    python -m benchmarks.adapters --model qwen3-0.6b --loaded 64 --rounds 3
 
 Rounds are interleaved: the model without `enable_lora`, then with it and without adapters, then
-with them. Weights are random. Prints one JSON line: output tokens/s, and the share of those of the
-model alone that is left, round by round; medians of both.
+with them. All that are loaded have answered a request before. Weights are random. Prints one JSON
+line: output tokens/s, and the share of those of the model alone that is left, round by round;
+medians of both.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     spec = declare(config)
     adapters = [
         LoRARequest(f"{n}", n + 1, str(write_adapter(folder / f"{n}", spec, args.rank, n)))
-        for n in range(args.adapters)
+        for n in range(max(args.adapters, args.loaded))
     ]
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -108,19 +110,28 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         options["quantization"] = args.quantization
     model = str(folder / "model")
     model_alone = LLM(model, **options)
-    lora = LLM(model, **options, enable_lora=True, max_loras=args.adapters, max_lora_rank=args.rank)
+    lora = LLM(
+        model,
+        **options,
+        enable_lora=True,
+        max_loras=args.adapters,
+        max_cpu_loras=len(adapters),
+        max_lora_rank=args.rank,
+    )
+    used = adapters[: args.adapters]
     load = Load(args.requests, spec.vocab_size, args.longest)
     variants: dict[str, Callable[[], float]] = {
         "base": lambda: load.tokens_per_s(model_alone, [None]),
         "enabled": lambda: load.tokens_per_s(lora, [None]),
-        "adapters": lambda: load.tokens_per_s(lora, adapters),
+        "adapters": lambda: load.tokens_per_s(lora, used),
         "base_single": lambda: single_stream(model_alone, [None], args.single),
         "enabled_single": lambda: single_stream(lora, [None], args.single),
-        "adapter_single": lambda: single_stream(lora, adapters[:1], args.single),
+        "adapter_single": lambda: single_stream(lora, used[:1], args.single),
     }
     for each in (model_alone, lora):
         single_stream(each, [None], 4)
-    single_stream(lora, adapters[:1], 4)
+    for adapter in reversed(adapters):
+        single_stream(lora, [adapter], 1)
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(args.rounds):
         for name, run in variants.items():
@@ -146,16 +157,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=CONFIGS, default="qwen3-0.6b")
     parser.add_argument("--adapters", type=int, default=8, help="that are used at once")
+    parser.add_argument("--loaded", type=int, default=64, help="adapters in memory")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=96, help="most output tokens of a request")
-    parser.add_argument("--single", type=int, default=48, help="tokens of the single request")
+    parser.add_argument("--single", type=int, default=160, help="tokens of the single request")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quantization", choices=("int8", "int4"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), args)
     given = {"model": args.model, "rank": args.rank, "num_adapters": args.adapters}
+    given["num_loaded"] = max(args.adapters, args.loaded)
     print(json.dumps({**given, **found}))
 
 
