@@ -29,12 +29,19 @@ BLOCK_SIZE = 16
 
 
 class Shape(NamedTuple):
-    """Heads of one layer."""
+    """Heads of one layer. With a value size it is latent attention: a token has one row, which all
+    heads take their keys from, and the values from its beginning."""
 
     name: str
     num_heads: int
     num_kv_heads: int
     head_size: int
+    value_size: int = 0
+
+    @property
+    def num_products(self) -> int:
+        """Multiply-adds of a head for one query and one key."""
+        return self.head_size + (self.value_size or self.head_size)
 
 
 class Case(NamedTuple):
@@ -51,6 +58,8 @@ SHAPES = (
     Shape("Qwen3-0.6B", 16, 8, 128),
     Shape("SmolLM2-135M", 9, 3, 64),
     Shape("Llama-3.2-1B", 32, 8, 64),
+    Shape("DeepSeek-V2-Lite", 16, 1, 576, 512),
+    Shape("DeepSeek-V3", 128, 1, 576, 512),
 )
 PREFILLS = (
     Case("prefill 4096", ((4096, 4096),)),
@@ -58,6 +67,7 @@ PREFILLS = (
     Case("prefill 512", ((512, 512),)),
 )
 DECODES = (
+    Case("decode 1 x 8k", ((1, 8192),)),
     Case("decode 1 x 32k", ((1, 32768),)),
     Case("decode 8 x 1k", ((1, 1024),) * 8),
     Case("decode 64 x 300", ((1, 300),) * 64),
@@ -81,13 +91,13 @@ def draw(
         tables[row, :shared] = tables[row // case.family * case.family, :shared]
     caches = [
         empty_cache(sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_size, kv)
-        for _ in range(2)
+        for _ in range(1 if shape.value_size else 2)
     ]
     slots = torch.arange(sum(counts) * BLOCK_SIZE)
     rows = torch.randn(
         2, len(slots), shape.num_kv_heads, shape.head_size, generator=generator
     ).bfloat16()
-    kernels.write_kv(rows[0], rows[1], caches[0], caches[1], slots)
+    kernels.write_kv(rows[0], rows[-1], caches[0], caches[-1], slots)
     query_lens = torch.tensor([q for q, _ in case.lens])
     query = torch.randn(
         int(query_lens.sum()), shape.num_heads, shape.head_size, generator=generator
@@ -102,7 +112,7 @@ def draw(
         max_query_len=int(query_lens.max()),
         max_context_len=max(c for _, c in case.lens),
     )
-    return query, caches[0], caches[1], batch
+    return query, caches[0], caches[-1], batch
 
 
 def mean_s(work: Callable[[], object], budget_s: float = 0.4) -> float:
@@ -118,22 +128,27 @@ def mean_s(work: Callable[[], object], budget_s: float = 0.4) -> float:
 def measure(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[float, int, int]:
     """Seconds, operations and bytes of one call."""
     query, keys, values, batch = draw(shape, case, kv, kernels)
+    value_size = shape.value_size or None
     seconds = mean_s(
-        lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5)
+        lambda: kernels.paged_attention(
+            query, keys, values, batch, scale=shape.head_size**-0.5, value_size=value_size
+        )
     )
     pairs = sum(q * c - q * (q - 1) // 2 for q, c in case.lens)
     num_read = (
         sum(c for _, c in case.lens)
         - (len(case.lens) - len(case.lens) // case.family) * case.num_shared
     )
-    num_bytes = (keys.nbytes + values.nbytes) // keys.shape[0] // BLOCK_SIZE * num_read
-    return seconds, 4 * pairs * shape.num_heads * shape.head_size, num_bytes
+    stored = keys.nbytes + (0 if values is keys else values.nbytes)
+    num_bytes = stored // keys.shape[0] // BLOCK_SIZE * num_read
+    return seconds, 2 * pairs * shape.num_heads * shape.num_products, num_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line a shape and case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kv", nargs="+", default=["bfloat16"], help="formats of the KV cache")
+    parser.add_argument("--shapes", nargs="+", choices=[each.name for each in SHAPES])
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -145,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{'GB/s':>7} {'of read':>8}"
     )
     for kv in options.kv:
-        for shape in SHAPES:
+        for shape in (each for each in SHAPES if each.name in (options.shapes or each.name)):
             for case in (*PREFILLS, *DECODES):
                 seconds, flops, num_bytes = measure(shape, case, kv, kernels)
                 samples.append(sampler.sample())

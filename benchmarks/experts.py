@@ -36,9 +36,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from benchmarks.models import write_random_model
+from benchmarks.models import OLMOE_1B_7B, write_random_model
 from quire import LLM, SamplingParams
 from quire.engine.front.prompts import Prompt
 from quire.engine.loop.counters import EngineCounters, count
@@ -48,47 +48,23 @@ from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.worker.experts import ExpertReports
 
-OLMOE = {
-    "architectures": ["OlmoeForCausalLM"],
-    "model_type": "olmoe",
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-    "vocab_size": 50304,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "clip_qkv": None,
-    "eos_token_id": 50279,
-    "torch_dtype": "bfloat16",
-}
 _PROMPT_LEN = 32
 
 
 def write_model(folder: Path, num_layers: int, skew: float, damping: float) -> dict[str, Any]:
     """Write the model, unless it is there, and return its config."""
-    config = {**OLMOE, "num_hidden_layers": num_layers}
-    if (folder / "model.safetensors").exists():
+    config = {**OLMOE_1B_7B, "num_hidden_layers": num_layers}
+    if (folder / "config.json").exists():
         return config
-    write_random_model(config, folder)
-    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
-    tensors = load_file(path)
-    for name in sorted(tensors):
+    generator = torch.Generator().manual_seed(1)
+
+    def favour(name: str, tensor: Tensor) -> Tensor:
         if name.endswith("mlp.gate.weight"):
-            rows = torch.randperm(len(tensors[name]), generator=generator)
-            scales = (rows + 1.0) ** -skew
-            tensors[name] = (tensors[name].float() * scales[:, None]).to(torch.bfloat16)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] *= damping
-    save_file(tensors, path, {"format": "pt"})
+            rows = torch.randperm(len(tensor), generator=generator)
+            return (tensor.float() * ((rows + 1.0) ** -skew)[:, None]).to(torch.bfloat16)
+        return tensor * damping if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
+
+    write_random_model(config, folder, favour)
     return config
 
 
