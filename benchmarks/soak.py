@@ -41,7 +41,8 @@ from benchmarks.servers import (
     running,
 )
 from quire.bench.serving.dataset import PromptWriter
-from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest
+from quire.common.event_reader import EventReader
+from quire.common.http_client import HttpClient, HttpError, HttpRequest
 
 WARM_UP_SHARE = 0.4
 """Of the run: pools, caches and allocators fill up to their sizes."""

@@ -20,14 +20,8 @@ from typing import Any
 from quire.cli.conversation import AnswerError, Message, Reply
 from quire.cli.options import SAMPLING_OPTIONS
 from quire.cli.parser import UsageError
-from quire.common.http_client import (
-    EventReader,
-    HttpClient,
-    HttpError,
-    HttpRequest,
-    key_headers,
-    server_root,
-)
+from quire.common.event_reader import EventReader
+from quire.common.http_client import HttpClient, HttpError, HttpRequest, key_headers, server_root
 from quire.errors import ConfigError
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"

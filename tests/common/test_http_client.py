@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from timing import timed
 
+from quire.common.event_reader import EventReader
 from quire.common.http_client import (
     Address,
-    EventReader,
     HttpClient,
     HttpError,
     HttpRequest,

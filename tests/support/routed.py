@@ -12,7 +12,8 @@ from typing import Any
 
 from quick_ends import end_soon
 
-from quire.common.http_client import EventReader, HttpClient, HttpRequest, HttpResponse
+from quire.common.event_reader import EventReader
+from quire.common.http_client import HttpClient, HttpRequest, HttpResponse
 from quire.config.route import RouteConfig
 from quire.router.app import RouterApp
 from quire.server.http.protocol import uvicorn_config

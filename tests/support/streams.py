@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest
+from quire.common.event_reader import EventReader
+from quire.common.http_client import HttpClient, HttpError, HttpRequest
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from quire.bench.serving.dataset import ServeRequest
-from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest, HttpResponse
+from quire.common.event_reader import EventReader
+from quire.common.http_client import HttpClient, HttpError, HttpRequest, HttpResponse
 
 OK = "ok"
 _DONE = b"[DONE]"
