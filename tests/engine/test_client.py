@@ -17,7 +17,8 @@ from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.assembly.builder import build_engine
 from quire.engine.assembly.preparation import prepare_model
-from quire.engine.front.client import Client, model_info
+from quire.engine.front.client import Client
+from quire.engine.front.model_info import model_info
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.streams import Stream

@@ -8,7 +8,7 @@ import pytest
 from fake_client import FakeClient
 from servers import serve
 
-from quire.engine.front.client import EngineStatus
+from quire.engine.front.status import EngineStatus
 
 
 class TwoReplicas(FakeClient):

@@ -14,12 +14,14 @@ from quire.core.kvcache.events import KVEventBatch
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
 from quire.core.request_spec import RequestSpec
-from quire.engine.front.client import Client, EngineState, EngineStatus, ModelInfo
+from quire.engine.front.client import Client
 from quire.engine.front.digest import Digest
+from quire.engine.front.model_info import ModelInfo
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.engine.front.prompts import ParsedPrompt
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.sleep_clock import SleepClock
+from quire.engine.front.status import EngineState, EngineStatus
 from quire.engine.front.streams import Stream
 from quire.engine.loop.cache import CachedTokens
 from quire.engine.loop.inspection import BlockContent, Inspection

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,15 +33,16 @@ from quire.common.residence import (
 from quire.core.kvcache.events import KVEventBatch
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import FIRST_VERSION
-from quire.engine.assembly.fingerprint import fingerprint
 from quire.engine.assembly.preparation import PreparedModel
 from quire.engine.front.digest import Digest
 from quire.engine.front.failures import divided, like, not_awake
 from quire.engine.front.images import image_reader
+from quire.engine.front.model_info import ModelInfo, model_info
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt, check_token_ids
 from quire.engine.front.requests import PreparedRequest, RequestBuilder
 from quire.engine.front.sleep_clock import SleepClock
+from quire.engine.front.status import EngineState, EngineStatus
 from quire.engine.front.streams import OutputSink, Stream, merge_deltas
 from quire.engine.loop.cache import (
     CacheByTenant,
@@ -50,7 +51,6 @@ from quire.engine.loop.cache import (
     ClearCache,
     EventsSince,
 )
-from quire.engine.loop.counters import EngineCounters
 from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.engine.pooling.requests import PoolingRequests
 from quire.engine.process.messages import (
@@ -92,74 +92,8 @@ _DRAIN_POLL_S = 0.02
 _LAST_WORDS_S = 2.0
 """How long a drain that was cut short waits for the streams' last outputs."""
 
-EngineState = Literal[
-    "loading", "ready", "sleeping", "stalled", "restarting", "draining", "failed", "closed"
-]
-"""`sleeping`: its memory went back to the system, and requests wait for it. `stalled`: the engine
-shows no sign of progress and is about to be replaced. `failed`: given up for good."""
 Question = Inspect | InspectBlock | AskCache | Command
 Seen = Inspected | InspectedBlock | CacheAnswered | Done
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the model before its weights are loaded."""
-
-    name: str
-    """As given on the command line."""
-    folder: str
-    """Where its files lie; never to be shown to a client."""
-    max_model_len: int
-    vocab_size: int
-    max_logprobs: int
-    """Most alternatives a request may want; -1 allows the whole vocabulary."""
-    eos_token_ids: tuple[int, ...]
-    generation_config: dict[str, Any]
-    """For `SamplingParams.from_generation_config`."""
-    num_kv_slots: int
-    """Tokens that the KV cache holds."""
-    kv: dict[str, str] = {}
-    """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are),
-    `cache_dtype`, ..."""
-    generates: bool = True
-    """Whether it makes text; else vectors or classes alone."""
-    max_loras: int = 0
-    """Adapters that running requests may use at once."""
-    platform: str | None = None
-    """Of another package, whose kernels compute."""
-    policy: str = "fcfs"
-    """The order of service, as the operator named it."""
-    fingerprint: str
-    """Changes whenever answers to the same request and seed may change;
-    for `system_fingerprint`."""
-
-
-class EngineStatus(EngineCounters, frozen=True, kw_only=True):
-    """A picture of the engine now. Times are ages in seconds."""
-
-    state: EngineState
-    reason: str = ""
-    """Why it is not ready, in words for an operator; empty where it is."""
-    num_requests: int = 0
-    """Requests in flight, wherever they are."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens of all requests in flight."""
-    last_step_age_s: float | None = None
-    """Since the last step ended, while there is work; None while there is none."""
-    last_sign_of_life_age_s: float | None = None
-    num_restarts: int = 0
-    engine_pid: int | None = None
-    replicas: tuple[EngineStatus, ...] = ()
-    """Of each engine, where there are several."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a new request would be served now: what /readyz says."""
-        return self.state == "ready"
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused because the server is about to end."""
-        return self.state == "draining"
 
 
 class Link(Protocol):
@@ -591,29 +525,3 @@ class _ClientStream(Stream):
 
     def ended(self, *, has_left: bool) -> None:
         self._client.forget(self, has_left=has_left)
-
-
-def model_info(prepared: PreparedModel) -> ModelInfo:
-    """Return what a server may know of a model that is not loaded yet."""
-    plan = prepared.planned.plan
-    return ModelInfo(
-        name=plan.config.model,
-        platform=plan.config.platform,
-        folder=str(prepared.planned.folder),
-        max_model_len=plan.limits.max_model_len,
-        vocab_size=plan.spec.vocab_size,
-        max_logprobs=plan.config.max_logprobs,
-        eos_token_ids=tuple(sorted(prepared.eos_token_ids)),
-        generation_config=dict(prepared.generation_config),
-        num_kv_slots=plan.limits.num_slots,
-        kv={
-            "block_size": str(plan.limits.block_size),
-            "num_gpu_blocks": str(plan.limits.num_blocks),
-            "cache_dtype": plan.config.kv_cache_dtype,
-            "enable_prefix_caching": str(plan.limits.enable_prefix_caching),
-        },
-        generates=plan.generates,
-        max_loras=0 if plan.adapters is None else plan.adapters.max_active,
-        policy=plan.limits.policy,
-        fingerprint=fingerprint(plan, prepared.planned.files),
-    )

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from quire.common.failures import log_failure
 from quire.common.residence import UNDER_WAY
 from quire.common.threads import close_at_exit
-from quire.engine.front.client import EngineStatus, Question, Seen
+from quire.engine.front.client import Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.status import EngineStatus
 from quire.engine.front.streams import OutputSink, Post, send
 from quire.engine.loop.counters import count
 from quire.engine.loop.engine import Engine

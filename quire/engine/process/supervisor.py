@@ -21,9 +21,10 @@ import msgspec
 
 from quire.common.failures import log_failure
 from quire.core.request import FinishReason
-from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
+from quire.engine.front.client import Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.status import EngineState, EngineStatus
 from quire.engine.front.streams import OutputSink, Post
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.journal import Journal, JournalEntry

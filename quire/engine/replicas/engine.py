@@ -20,13 +20,14 @@ from quire.core.adapters import Adapter
 from quire.core.params import SamplingParams
 from quire.core.request import FIRST_VERSION
 from quire.engine.assembly.preparation import prepare_model
-from quire.engine.front.client import EngineStatus, Seen
+from quire.engine.front.client import Seen
 from quire.engine.front.digest import Digest
 from quire.engine.front.metrics import FinishedTotals, Metric, as_metrics
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import Prompt, parse_prompt
 from quire.engine.front.requests import PreparedRequest
 from quire.engine.front.served_model import ServedModel
+from quire.engine.front.status import EngineStatus
 from quire.engine.front.streams import Caller
 from quire.engine.loop.cache import ClearCache
 from quire.engine.loop.engine import Engine

@@ -16,9 +16,10 @@ from typing import Any
 from quire.core.content import content_ids, short_ids
 from quire.core.request_spec import RequestSpec
 from quire.engine.assembly.preparation import PreparedModel
-from quire.engine.front.client import EngineStatus, Link, Question, Seen
+from quire.engine.front.client import Link, Question, Seen
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.status import EngineStatus
 from quire.engine.front.streams import Caller, OutputSink
 from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from quire.engine.front.client import EngineState, EngineStatus
+from quire.engine.front.status import EngineState, EngineStatus
 
 _STATES: tuple[EngineState, ...] = (
     "ready", "sleeping", "stalled", "restarting", "loading", "draining", "failed", "closed",

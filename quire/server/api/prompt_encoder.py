@@ -20,8 +20,8 @@ from quire.common.bounded_files import MAX_SETTINGS_BYTES, read_text
 from quire.core.images import PlacedImage
 from quire.core.params import ThinkTags
 from quire.core.structure import StructuredOutputsParams
-from quire.engine.front.client import ModelInfo
 from quire.engine.front.image_marks import marks_of
+from quire.engine.front.model_info import ModelInfo
 from quire.engine.front.think_tags import tokens_of_tags
 from quire.errors import ConfigError
 from quire.media.parts import take_images

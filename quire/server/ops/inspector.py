@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.config.processes import MAX_RANKS
-from quire.engine.front.client import EngineStatus
+from quire.engine.front.status import EngineStatus
 from quire.engine.loop.inspection import Inspection
 from quire.server.http.call import call_of
 from quire.server.http.errors import ApiError, overloaded

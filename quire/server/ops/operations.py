@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
-from quire.engine.front.client import EngineStatus
+from quire.engine.front.status import EngineStatus
 from quire.server.http.call import call_of
 from quire.server.http.errors import overloaded
 from quire.server.http.responses import json_response

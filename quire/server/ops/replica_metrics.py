@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.engine.front.client import Client, EngineStatus
+from quire.engine.front.client import Client
+from quire.engine.front.status import EngineStatus
 
 _LABELS = ("model_name", "engine")
 _GAUGES: Mapping[str, tuple[str, Callable[[EngineStatus], float]]] = {

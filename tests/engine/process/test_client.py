@@ -17,9 +17,10 @@ from null_engine import DEADLY_TOKEN, ENDLESS_TOKEN, SLOW_TOKEN
 from timing import timed
 
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.front.client import Client, EngineState
+from quire.engine.front.client import Client
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.status import EngineState
 from quire.engine.front.streams import Stream, merge_deltas
 from quire.engine.process.link import supervised
 from quire.engine.process.supervisor import CONVICTED

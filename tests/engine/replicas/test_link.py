@@ -10,10 +10,11 @@ import pytest
 from quire.core.content import Content
 from quire.core.params import SamplingParams
 from quire.core.request_spec import RequestSpec
-from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
+from quire.engine.front.client import Question, Seen
 from quire.engine.front.digest import Digest
 from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.status import EngineState, EngineStatus
 from quire.engine.front.streams import Caller, OutputSink
 from quire.engine.replicas.link import CHUNK_TOKENS, Replicas, ask_of
 from quire.engine.replicas.status import joined

@@ -17,7 +17,7 @@ import pytest
 from fake_client import FakeClient, Script
 from servers import MODEL, RunningServer, serve
 
-from quire.engine.front.client import ModelInfo
+from quire.engine.front.model_info import ModelInfo
 
 # of modes that programs go on using
 pytestmark = pytest.mark.filterwarnings("ignore:Mode:DeprecationWarning")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.params import BeamRules, LogprobsMode, SamplingParams
-from quire.engine.front.client import ModelInfo
+from quire.engine.front.model_info import ModelInfo
 from quire.server.api.retention import Retention
 from quire.server.http.errors import bad_request, unavailable_feature
 
