@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.journal import read_lines, record_of
 from benchmarks.records import read_archive
+from benchmarks.result import counterpart
 from benchmarks.variants import Variant
 from quire.bench.bound import (
     IdealStep,
@@ -277,9 +278,10 @@ def render_workload(record: Mapping[str, Any], name: str) -> list[str]:
 
 
 def factor(rows: Mapping[str, Mapping[str, Any]], variant: str) -> str:
-    """Return how many times as fast as a peer Quire is: by time per token where there is one,
-    else by throughput."""
-    mine = next((row for name, row in rows.items() if name.startswith("quire:")), None)
+    """Return how many times as fast as a peer Quire is with weights of the same width (or in its
+    first row, where it has none): by time per token where there is one, else by throughput."""
+    first = next((row for name, row in rows.items() if name.startswith("quire:")), None)
+    mine = rows.get(counterpart(variant), first)
     if mine is None or variant.startswith("quire:"):
         return ""
     theirs = rows[variant]

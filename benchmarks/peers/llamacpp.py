@@ -78,13 +78,14 @@ class LlamaCppPeer:
         return [count for counts in answers for count in counts]
 
     def stream(self, request: BenchRequest) -> list[float]:
-        """See `PeerEngine`. Each event of the stream carries one token, except the last,
-        which sums up."""
+        """See `PeerEngine`. An event tells how many tokens there are so far: one more than before,
+        or several where the text of the others ended within a character."""
         connection, response = self._post({**_body(request), "stream": True})
-        token_s = []
+        token_s: list[float] = []
         for line in response:
-            if line.startswith(b"data:") and not json.loads(line[5:]).get("stop"):
-                token_s.append(time.perf_counter())
+            if line.startswith(b"data:"):
+                num_new = json.loads(line[5:])["tokens_predicted"] - len(token_s)
+                token_s += [time.perf_counter()] * num_new
         connection.close()
         return token_s
 
