@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 OBJDUMP = "aarch64-linux-gnu-objdump"
-PRODUCTS = ("fmla", "sdot", "usdot", "usmmla")
+PRODUCTS = ("fmla", "sdot", "usdot", "usmmla", "bfdot", "bfmmla")
 _MAX_LOOP = 128
 """Instructions; longer loops are those around the innermost ones."""
-_NUM_SHOWN = 6
+_NUM_SHOWN = 4
 _INSTRUCTION = re.compile(r"\s*([0-9a-f]+):\s+(\S+)\s*(.*)")
 _TARGET = re.compile(r"(?:0x)?([0-9a-f]+) <")
 
@@ -55,6 +55,14 @@ def loops(path: Path) -> Iterator[Loop]:
             yield Loop(most, counts[most], len(body), on_stack)
 
 
+def _largest(found: set[Loop]) -> Iterator[Loop]:
+    """Yield those with the most products of each kind."""
+    for product in PRODUCTS:
+        yield from sorted((each for each in found if each.product == product), reverse=True)[
+            :_NUM_SHOWN
+        ]
+
+
 def main() -> None:
     """Print the loops with the most products of each kind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -63,13 +71,13 @@ def main() -> None:
     print(f"{'kernels':40} {'products':>14} {'instructions':>12} {'on the stack':>12}")
     for folder in sorted(args.build.rglob("quire_isa_neon*.dir")):
         for name in ("gemm", "gemm_integers"):
-            (path,) = folder.rglob(f"isa/{name}.cpp.o")
             kernels = f"{folder.stem.removeprefix('quire_isa_')}, {name}"
-            for loop in sorted(set(loops(path)), reverse=True)[:_NUM_SHOWN]:
-                print(
-                    f"{kernels:40} {loop.num_products:7} {loop.product:>6} "
-                    f"{loop.num_instructions:12} {loop.num_on_stack:12}"
-                )
+            for path in folder.rglob(f"isa/{name}.cpp.o"):  # not of all sets
+                for loop in _largest(set(loops(path))):
+                    print(
+                        f"{kernels:40} {loop.num_products:7} {loop.product:>6} "
+                        f"{loop.num_instructions:12} {loop.num_on_stack:12}"
+                    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@
 #
 #   sh tools/test-arm.sh PYTHON [pytest's arguments]
 set -eu
-python=$1
+case $1 in
+  */*) python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1") ;; # CMake passes over a path that is relative to here
+  *) python=$1 ;;
+esac
 shift
 folder=$PWD/build/arm
 mkdir -p "$folder/apt/lists/partial" "$folder/apt/archives/partial" "$folder/debs"
@@ -73,6 +76,6 @@ if [ $# -eq 0 ]; then set -- -m "not slow" tests/kernels/cpu; fi
 {
   on_arm cortex-a53 portable,neon $other_runtime tests/kernels/cpu/test_dispatch.py
   on_arm neoverse-n1 portable,neon,neondot $other_runtime tests/kernels/cpu/test_dispatch.py
-  on_arm max portable,neon,neondot,neoni8mm $other_runtime "$@"
+  on_arm max portable,neon,neondot,neoni8mm,neonbf16 $other_runtime "$@"
 }
 "$python" "$folder/../../tools/inner_loops.py" "$folder/native"

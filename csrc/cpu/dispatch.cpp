@@ -57,6 +57,7 @@ QUIRE_DECLARE_EXTENSION(amx)
 QUIRE_DECLARE_EXTENSION(amxemulated)
 QUIRE_DECLARE_EXTENSION(neondot)
 QUIRE_DECLARE_EXTENSION(neoni8mm)
+QUIRE_DECLARE_EXTENSION(neonbf16)
 
 // Whether the processor has AMX for bfloat16 and bytes, the system saves its tiles, and this process may use them: Linux
 // wants to be called once, for all threads, since a thread's state grows by 8 KiB.
@@ -140,7 +141,11 @@ static std::vector<const KernelTable *> find_supported() {
     const bool has_dots = has_extension("FEAT_DotProd", 20);
     if (has_dots) tables.push_back(&neondot::extended_table());
 #ifdef QUIRE_WITH_neoni8mm
-    if (has_dots && has_extension("FEAT_I8MM", 32 + 13)) tables.push_back(&neoni8mm::extended_table());
+    const bool has_matrices = has_dots && has_extension("FEAT_I8MM", 32 + 13);
+    if (has_matrices) tables.push_back(&neoni8mm::extended_table());
+#ifdef QUIRE_WITH_neonbf16
+    if (has_matrices && has_extension("FEAT_BF16", 32 + 14)) tables.push_back(&neonbf16::extended_table());
+#endif
 #endif
 #endif
 #endif

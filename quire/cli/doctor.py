@@ -57,6 +57,7 @@ _FLAGS_OF_ISAS = {
     "neon": {"asimd"},
     "neondot": {"asimddp"},
     "neoni8mm": {"asimddp", "i8mm"},
+    "neonbf16": {"asimddp", "i8mm", "bf16"},
 }
 """What a processor has that can run kernels of these names."""
 _MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}

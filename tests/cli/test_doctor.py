@@ -96,6 +96,8 @@ def test_an_instruction_set_that_is_there_and_unused_is_told() -> None:
     assert doctor.unused_isas({"asimd", "asimddp", "i8mm"}, ("portable", "neon", "neondot")) == [
         "neoni8mm"
     ]
+    sets = ("portable", "neon", "neondot", "neoni8mm")
+    assert doctor.unused_isas({"asimd", "asimddp", "i8mm", "bf16"}, sets) == ["neonbf16"]
     assert "tiles" in doctor._advice(["amx"]) and "tiles" not in doctor._advice(["avx512bf16"])
 
 

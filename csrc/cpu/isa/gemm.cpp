@@ -94,7 +94,69 @@ struct CachedBf16 : Bf16 {
     static constexpr bool PREFETCHES = false;
 };
 
-#if defined(QUIRE_BF16_DOTS)
+#if defined(QUIRE_BF16_DOTS) && defined(QUIRE_NEON)
+// Two inputs in one instruction (BFDOT), or four of two rows for two outputs (BFMMLA), which is two of the former one after the other:
+// a row's bits are the same alone and in a pair. (Arm's manual, BFDotAdd: products and sums are rounded to odd, and subnormal
+// numbers are zero.) Steps of two lines, as the matrices want four inputs.
+struct Bf16Pairs {};
+
+template <int ROWS, int VECS>
+struct RowPairs {
+    Vec sums[ROWS / 2][VECS][2];  // of two rows and two outputs, the outputs of a row side by side
+
+    QINLINE_MEMBER explicit RowPairs(const Vec (&acc)[ROWS][VECS]) {
+        each_pair([&](int p, int v) {
+            const float64x2_t first = vreinterpretq_f64_f32(acc[2 * p][v]), second = vreinterpretq_f64_f32(acc[2 * p + 1][v]);
+            sums[p][v][0] = vreinterpretq_f32_f64(vzip1q_f64(first, second));
+            sums[p][v][1] = vreinterpretq_f32_f64(vzip2q_f64(first, second));
+        });
+    }
+    QINLINE_MEMBER void store(Vec (&acc)[ROWS][VECS]) const {
+        each_pair([&](int p, int v) {
+            const float64x2_t low = vreinterpretq_f64_f32(sums[p][v][0]), high = vreinterpretq_f64_f32(sums[p][v][1]);
+            acc[2 * p][v] = vreinterpretq_f32_f64(vzip1q_f64(low, high));
+            acc[2 * p + 1][v] = vreinterpretq_f32_f64(vzip2q_f64(low, high));
+        });
+    }
+    template <typename Apply>
+    QINLINE_MEMBER static void each_pair(Apply apply) {
+        QUNROLL
+        for (int p = 0; p < ROWS / 2; ++p) {
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) apply(p, v);
+        }
+    }
+    // Adds the products of two lines; of a last one that has no other, with zeros in its place. A last, odd row is in `acc`.
+    template <bool IS_WHOLE>
+    QINLINE_MEMBER void add(Vec (&acc)[ROWS][VECS], const uint32_t *x, const char *w, int64_t stride) {
+        const uint32x2_t none = vdup_n_u32(0);
+        Bits inputs[ROWS / 2 + 1];
+        QUNROLL
+        for (int p = 0; p < ROWS / 2; ++p) {
+            const uint32x2_t low = vld1_u32(x + 2 * p), high = IS_WHOLE ? vld1_u32(x + ROWS + 2 * p) : none;
+            inputs[p] = vzip1q_u32(vcombine_u32(low, none), vcombine_u32(high, none));
+        }
+        const Bits odd_low = broadcast_word(x + ROWS - 1), odd_high = IS_WHOLE ? broadcast_word(x + 2 * ROWS - 1) : broadcast_bits(0);
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) {
+            const Bits first = load_bits(line(w, v, stride));
+            const Bits second = IS_WHOLE ? load_bits(line(w + LINE, v, stride)) : broadcast_bits(0);
+            if constexpr (ROWS > 1) {
+                const Bits low = vzip1q_u32(first, second), high = vzip2q_u32(first, second);
+                QUNROLL
+                for (int p = 0; p < ROWS / 2; ++p) {
+                    asm("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums[p][v][0]) : "w"(inputs[p]), "w"(low));
+                    asm("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums[p][v][1]) : "w"(inputs[p]), "w"(high));
+                }
+            }
+            if constexpr (ROWS % 2 == 1) {
+                asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(acc[ROWS - 1][v]) : "w"(first), "w"(odd_low));
+                asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(acc[ROWS - 1][v]) : "w"(second), "w"(odd_high));
+            }
+        }
+    }
+};
+#elif defined(QUIRE_BF16_DOTS)
 // Two inputs in one instruction.
 struct Bf16Pairs {
     static constexpr int WORDS = 1;
@@ -115,19 +177,44 @@ struct Bf16Pairs {
 };
 #endif
 
+// sums += x times so many panels.
 template <typename Weights, int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const Panels &panels,
-                      Ahead &ahead) {
-    for (int64_t left = panels.num_steps; left > 0; left -= STEPS_OF_BLOCK) {
-        ahead.fetch();
-        const int64_t distance = ahead.distance_at(left, (PANELS - 1) * panels.stride);
-        const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
-        for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-            if constexpr (Weights::PREFETCHES) prefetch_step<PANELS>(w, panels.stride, distance);
-            Weights::template step<ROWS, PANELS>(sums, x, w, panels.stride);
+struct Loop {
+    QINLINE void run(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const Panels &panels,
+                     Ahead &ahead) {
+        for (int64_t left = panels.num_steps; left > 0; left -= STEPS_OF_BLOCK) {
+            ahead.fetch();
+            const int64_t distance = ahead.distance_at(left, (PANELS - 1) * panels.stride);
+            const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
+            for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
+                if constexpr (Weights::PREFETCHES) prefetch_step<PANELS>(w, panels.stride, distance);
+                Weights::template step<ROWS, PANELS>(sums, x, w, panels.stride);
+            }
         }
     }
-}
+};
+
+#if defined(QUIRE_BF16_DOTS) && defined(QUIRE_NEON)
+template <int ROWS, int PANELS>
+struct Loop<Bf16Pairs, ROWS, PANELS> {
+    QINLINE void run(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, const Panels &panels,
+                     Ahead &ahead) {
+        RowPairs<ROWS, PANELS * PANEL_VECS> pairs(sums);
+        for (int64_t left = panels.num_steps; left > 0; left -= STEPS_OF_BLOCK) {
+            ahead.fetch();
+            const int64_t distance = ahead.distance_at(left, (PANELS - 1) * panels.stride);
+            const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
+            for (; end - w >= 2 * LINE; w += 2 * LINE, x += 2 * ROWS) {
+                prefetch_step<PANELS>(w, panels.stride, distance);
+                prefetch_step<PANELS>(w + LINE, panels.stride, distance);
+                pairs.template add<true>(sums, x, w, panels.stride);
+            }
+            if (w != end) pairs.template add<false>(sums, x, w, panels.stride);  // the last line of all
+        }
+        pairs.store(sums);
+    }
+};
+#endif
 
 // sums (+)= x times `PANELS` panels.
 template <typename Weights, int ROWS, int PANELS>
@@ -142,7 +229,7 @@ QNOINLINE void tile(const Tile &rows, const Panels &panels, int first, bool is_f
             acc[r][v] = is_first ? broadcast(0.0f) : load(sums + r * GROUP_WIDTH + v * LANES);
         }
     }
-    multiply<Weights, ROWS, PANELS>(acc, rows.x, panels.data + first * panels.stride, panels, ahead);
+    Loop<Weights, ROWS, PANELS>::run(acc, rows.x, panels.data + first * panels.stride, panels, ahead);
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL

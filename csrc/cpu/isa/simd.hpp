@@ -37,7 +37,7 @@ QINLINE void with_constant(int64_t count, const F &f) {
 }
 
 // Whether this copy has `dot_bf16`: as an instruction, or (for tests on machines that lack it) as what it does.
-#if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_BF16)
+#if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_BF16) || (defined(QUIRE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define QUIRE_BF16_DOTS
 constexpr bool HAS_BF16_DOTS = true;
 #else

@@ -16,6 +16,10 @@ namespace quire::avx512vnni {
 const KernelTable &extended_table();
 void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
 }
+namespace quire::neoni8mm {
+const KernelTable &extended_table();
+void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
+}
 
 namespace quire::QUIRE_ISA {
 

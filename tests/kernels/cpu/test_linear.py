@@ -552,6 +552,35 @@ def test_pairs_of_bfloat16_are_multiplied_as_the_instruction_does(
     assert cpu.isa() == "avx512bf16" or not torch.equal(plain, got), "the instruction was not used"
 
 
+def round_to_odd(x: Tensor) -> Tensor:
+    """float64 to the float32 that is not larger, its last bit set where it is not equal."""
+    near = x.float()
+    zero = torch.zeros_like(near)
+    cut = torch.where(near.double().abs() > x.abs(), torch.nextafter(near, zero), near)
+    is_odd = cut.view(torch.int32) | (cut.double() != x).int()
+    return is_odd.view(torch.float32).double()
+
+
+@pytest.mark.skipif("neonbf16" not in cpu.supported_isas(), reason="needs Arm's FEAT_BF16")
+@pytest.mark.parametrize("num_inputs", [33, 35, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 13])
+def test_pairs_of_bfloat16_are_multiplied_as_arm_does(
+    native: Kernels, num_rows: int, num_inputs: int
+) -> None:
+    """The sum of two products, rounded to odd, is added, and the sum rounded to odd."""
+    x = draw(num_rows, num_inputs, dtype=torch.bfloat16)
+    weight = draw(20, num_inputs, dtype=torch.bfloat16)
+    products = x[:, None].double() * weight.double()  # exact
+    padded = torch.nn.functional.pad(products, (0, num_inputs % 2))
+    pairs = padded.view(num_rows, 20, -1, 2)
+    expected = torch.zeros(num_rows, 20, dtype=torch.float64)
+    for each in round_to_odd(pairs.sum(-1)).unbind(-1):
+        expected = round_to_odd(expected + each)
+    with cpu.using(isa="neonbf16"):
+        got = native.linear(x, native.pack_linear(weight), out_dtype="float32")
+    assert torch.equal(got.double(), expected)
+
+
 @pytest.mark.parametrize("isa", cpu.emulated_isas() if cpu.IMPORT_ERROR is None else [])
 def test_pairs_with_subnormal_numbers_count_as_zero(native: Kernels, isa: str) -> None:
     x = torch.tensor([[2.0**-130, 1.0, 2.0**-100, 0.0]], dtype=torch.bfloat16)
