@@ -60,6 +60,9 @@ COMMANDS = {
     "bench control-plane": Command(
         "quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"
     ),
+    "bench steps": Command(
+        "quire.cli.bench.steps", "what steps cost, and how far the simulator is off"
+    ),
     "bench tiers": Command(
         "quire.cli.bench.tiers", "a disk behind the KV pool: hits and first tokens on a trace"
     ),

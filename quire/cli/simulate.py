@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from quire.sim.traces import Trace
 
 
-_FLEET_DEFAULTS = {"policy": "kv-aware", "speed": 1.0, "step_costs": None}
+_FLEET_DEFAULTS: dict[str, Any] = {
+    "policy": "kv-aware", "speed": 1.0, "step_costs": None, "target_step_ms": None,
+}  # fmt: skip
 _SIMPLE_COSTS = {"step_ms": 10.0, "token_us": 20.0}
+_DURATIONS = ("step_ms", "token_us", "target_step_ms")
 _TRACE_DEFAULTS: dict[str, Any] = {
     "limit": None, "block_size": 16, "num_blocks": "unbounded", "max_num_seqs": 256,
     "max_num_batched_tokens": 2048, "fleet": None, **_SIMPLE_COSTS, **_FLEET_DEFAULTS,
@@ -85,8 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-costs",
         type=Path,
         metavar="FILE",
-        help="what steps cost as an engine has measured it: its step-costs file, in place of "
+        help="what steps cost as quire bench steps has measured it, in place of "
         "--step-ms and --token-us",
+    )
+    fleet.add_argument(
+        "--target-step-ms",
+        type=float,
+        help="as of quire serve; without it, only the tokens of a step are bounded",
     )
     parser.set_defaults(**_TRACE_DEFAULTS, **_SEED_DEFAULTS)
 
@@ -101,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ConfigError for numbers that are none, and for options that would change nothing."""
-    for name in ("fleet", "limit", "block_size", "speed", "step_ms", "token_us"):
+    for name in ("fleet", "limit", "block_size", "speed", *_DURATIONS):
         value = getattr(args, name)
         may_be_none = args.fleet is None and name in ("step_ms", "token_us")
         if value is not None and not (0 < value < math.inf or (may_be_none and value == 0)):
@@ -201,7 +209,12 @@ def _simulate_fleet(args: argparse.Namespace) -> int:
         else _read_costs(args.step_costs)
     )
     settings = FleetSettings(
-        args.fleet, _limits(args, trace), costs, policy=args.policy, speed=args.speed
+        args.fleet,
+        _limits(args, trace),
+        costs,
+        policy=args.policy,
+        speed=args.speed,
+        target_step_s=None if args.target_step_ms is None else args.target_step_ms / 1e3,
     )
     report = simulate_fleet(trace, settings)
     print("\n".join(report.lines()))

@@ -18,6 +18,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult
 from quire.core.request import FinishReason, Request
 from quire.core.request_spec import RequestSpec, fit
+from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Scheduler
 from quire.core.step_cost import StepCostModel, UnitCosts, work_of
 from quire.executor.null import NullExecutor
@@ -51,6 +52,15 @@ class FleetSettings:
     memory_chunks: int = DEFAULT_MEMORY_CHUNKS
     speed: float = 1.0
     """How many times as fast as recorded requests come."""
+    target_step_s: float | None = None
+    """What each replica keeps its steps within (`target_step_ms`); None: their tokens alone are
+    bounded."""
+
+    def pace(self) -> StepPace | None:
+        """Return a replica's pace."""
+        if self.target_step_s is None:
+            return None
+        return StepPace(StepCostModel(self.costs), self.target_step_s)
 
 
 @dataclass(slots=True)
@@ -137,9 +147,10 @@ class _Served:
 class _SimulatedReplica:
     """One engine: a scheduler, and the step that it is taking."""
 
-    def __init__(self, name: str, trace: Trace, limits: SchedulerLimits) -> None:
+    def __init__(self, name: str, trace: Trace, settings: FleetSettings) -> None:
+        limits = settings.limits
         self.name = name
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, pace=settings.pace())
         self.executor = NullExecutor(
             limits.max_num_seqs,
             limits.num_blocks,
@@ -159,7 +170,7 @@ class _FleetRun:
             settings.policy, settings.load_factor, settings.memory_chunks
         )
         names = [f"replica-{number}" for number in range(settings.num_replicas)]
-        self._replicas = [_SimulatedReplica(name, trace, settings.limits) for name in names]
+        self._replicas = [_SimulatedReplica(name, trace, settings) for name in names]
         self._loads = [self._balancer.add(name) for name in names]
         self._number_of = {name: number for number, name in enumerate(names)}
         self._ends: list[tuple[float, int]] = []
