@@ -7,6 +7,7 @@ decodes of few and many sequences with short and long contexts, and both in the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -18,6 +19,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.step_cost import NUM_COSTS, StepWork, UnitCosts
 from quire.engine.loop.engine import Engine
 from quire.errors import EngineError
+from quire.sim.step_times import Curve, StepTimes
 
 _PROMPT_LENS = (16, 64, 256, 1024, 4096)
 _CROWDS = ((1, 64), (2, 64), (4, 64), (8, 64), (16, 64), (32, 64), (64, 64), (1, 1024), (4, 1024))
@@ -25,9 +27,13 @@ _CROWDS = ((1, 64), (2, 64), (4, 64), (8, 64), (16, 64), (32, 64), (64, 64), (1,
 _DECODE_LEN = 24
 _NUM_MIXED, _MIXED_PROMPT_LENS, _MIXED_OUTPUT_LENS = 32, (16, 512), (8, _DECODE_LEN)
 _NUM_COUNTED = 2
+_STRAIGHT_FROM = 128
+"""Tokens of a step from which on kernels compute whole tiles, whatever the number."""
+_LEAST_GROUP = 4
+"""Steps of about one number of tokens from which the curve takes a point."""
 _LEAST_S = 1e-12
 """Of a unit that the fit finds no cost for: all costs are above 0."""
-_ROUNDS, _SWEEPS = 5, 200
+_ROUNDS, _SWEEPS = 20, 200
 _OUTLIER = 1.5
 """Times the median error, beyond which a step counts less: the machine did something else."""
 
@@ -43,20 +49,18 @@ class StepFit(NamedTuple):
     """Costs, and what became of them."""
 
     costs: UnitCosts
+    curve: Curve
     kinds: tuple[tuple[str, tuple[MeasuredStep, ...]], ...]
     """Steps by the workload that they were measured in."""
 
-    def seconds(self, work: StepWork) -> float:
-        """Return what the costs say of a step."""
-        return seconds_of(self.costs, work)
-
     def lines(self) -> list[str]:
         """Return measured and fitted durations as text."""
+        times = StepTimes(self.costs, self.curve)
         found = [f"{'steps of':28} {'number':>6} {'median':>10} {'fitted':>10} {'off by':>7}"]
         for name, steps in self.kinds:
             measured = median(each.seconds for each in steps)
-            fitted = median(self.seconds(each.work) for each in steps)
-            off = median(abs(self.seconds(each.work) / each.seconds - 1) for each in steps)
+            fitted = median(times.seconds(each.work) for each in steps)
+            off = median(abs(times.seconds(each.work) / each.seconds - 1) for each in steps)
             found.append(
                 f"{name:28} {len(steps):6} {1e3 * measured:7.1f} ms {1e3 * fitted:7.1f} ms "
                 f"{off:7.1%}"
@@ -79,7 +83,8 @@ def measure_steps(engine: Engine, tell: Callable[[str], None]) -> StepFit:
             kinds.append((workload.name, tuple(steps)))
     if not kinds:
         raise EngineError("the engine measured none of its steps")
-    return StepFit(fit([step for _, steps in kinds for step in steps]), tuple(kinds))
+    costs, curve = fit([step for _, steps in kinds for step in steps])
+    return StepFit(costs, curve, tuple(kinds))
 
 
 def _workloads(limits: SchedulerLimits) -> Iterator[Workload]:
@@ -118,26 +123,42 @@ def _observed(engine: Engine) -> Iterator[list[MeasuredStep]]:
         model.observe = observe  # type: ignore[method-assign]
 
 
-def seconds_of(costs: UnitCosts, work: StepWork) -> float:
-    """Return the duration of a step."""
-    return sum(cost_s * amount for cost_s, amount in zip(costs, work, strict=True))
-
-
-def fit(steps: Sequence[MeasuredStep]) -> UnitCosts:
-    """Return the costs, none below 0, that make the sum of squares of relative errors least;
-    outliers count less (Huber's weights), as they do while serving."""
-    shares = [[amount / each.seconds for amount in each.work] for each in steps]
-    weights = [1.0] * len(steps)
-    costs = [0.0] * NUM_COSTS
+def fit(steps: Sequence[MeasuredStep]) -> tuple[UnitCosts, Curve]:
+    """Return the costs, none below 0, that make the sum of squares of relative errors least, and
+    the curve of what they leave; each is fitted to what the other says, in turns. Outliers count
+    less (Huber's weights), as they do while serving."""
+    weights, curve, costs = [1.0] * len(steps), tuple[tuple[int, float], ...](), [0.0] * NUM_COSTS
     for _ in range(_ROUNDS):
-        costs = _least_squares(shares, weights)
-        errors = [
-            abs(sum(cost * share for cost, share in zip(costs, row, strict=True)) - 1)
-            for row in shares
+        bent = StepTimes(UnitCosts(*costs), curve)
+        shares = [
+            [amount * bent.ratio(each.work.num_tokens) / each.seconds for amount in each.work]
+            for each in steps
         ]
+        costs = _least_squares(shares, weights)
+        linear = StepTimes(UnitCosts(*costs))
+        curve = _curve([(each.work, each.seconds / linear.seconds(each.work)) for each in steps])
+        bent = StepTimes(UnitCosts(*costs), curve)
+        errors = [abs(bent.seconds(each.work) / each.seconds - 1) for each in steps]
         most = max(_OUTLIER * median(errors), 1e-9)
         weights = [min(1.0, most / error) if error else 1.0 for error in errors]
-    return UnitCosts(*(max(cost, _LEAST_S) for cost in costs))
+    return UnitCosts(*(max(cost, _LEAST_S) for cost in costs)), curve
+
+
+def _curve(found: Sequence[tuple[StepWork, float]]) -> tuple[tuple[int, float], ...]:
+    """The median ratio at each number of tokens, those of half an octave together; 1 from
+    `_STRAIGHT_FROM` on, as a curve that may rise everywhere can take the place of the costs."""
+    groups: dict[int, list[tuple[int, float]]] = {}
+    for work, ratio in found:
+        if work.num_tokens >= _STRAIGHT_FROM:
+            continue
+        place = round(2 * math.log2(work.num_tokens))
+        groups.setdefault(place, []).append((work.num_tokens, ratio))
+    points = tuple(
+        (round(median(count for count, _ in group)), median(ratio for _, ratio in group))
+        for _, group in sorted(groups.items())
+        if len(group) >= _LEAST_GROUP
+    )
+    return (*points, (_STRAIGHT_FROM, 1.0))
 
 
 def _least_squares(shares: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:

@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from quire.core.step_cost import UnitCosts
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.sim.step_times import Curve
     from quire.sim.traces import Trace
 
 
@@ -203,8 +205,8 @@ def _simulate_fleet(args: argparse.Namespace) -> int:
     from quire.sim.traces import read_trace
 
     trace = read_trace(args.trace, limit=args.limit)
-    costs = (
-        simple_costs(args.step_ms / 1e3, args.token_us / 1e6)
+    costs, curve = (
+        (simple_costs(args.step_ms / 1e3, args.token_us / 1e6), ())
         if args.step_costs is None
         else _read_costs(args.step_costs)
     )
@@ -215,20 +217,26 @@ def _simulate_fleet(args: argparse.Namespace) -> int:
         policy=args.policy,
         speed=args.speed,
         target_step_s=None if args.target_step_ms is None else args.target_step_ms / 1e3,
+        curve=curve,
     )
     report = simulate_fleet(trace, settings)
     print("\n".join(report.lines()))
     return 0 if report.num_complete == report.num_requests else 1
 
 
-def _read_costs(path: Path) -> UnitCosts:
-    """Return what an engine has learned of its steps. Raises ConfigError."""
+def _read_costs(path: Path) -> tuple[UnitCosts, Curve]:
+    """Return what steps cost, as measured, and the curve where there is one. Raises ConfigError."""
     try:
         record = json.loads(read_whole(path, MAX_SETTINGS_BYTES))
         pairs = zip(record["estimate"], record["ratios"], strict=True)
         costs = UnitCosts(*(float(unit_s) * float(ratio) for unit_s, ratio in pairs))
+        curve = tuple((int(count), float(ratio)) for count, ratio in record.get("curve", ()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no step costs: {type(error).__name__}") from None
     if not all(0 < unit_s < 1e6 for unit_s in costs):
         raise ConfigError(f"{path} holds step costs that are not above 0: {tuple(costs)}")
-    return costs
+    counts = [0, *(count for count, _ in curve)]
+    is_ascending = all(one < other for one, other in pairwise(counts))
+    if not (is_ascending and all(0 < ratio < 1e6 for _, ratio in curve)):
+        raise ConfigError(f"{path} holds a curve that is none: {curve}")
+    return costs, curve

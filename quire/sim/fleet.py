@@ -10,8 +10,9 @@ the moment it arrives.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from quire.config.limits import SchedulerLimits
@@ -28,6 +29,7 @@ from quire.routing.choices import (
     make_balancer,
 )
 from quire.routing.load import LoadShare
+from quire.sim.step_times import Curve, StepTimes
 from quire.sim.traces import Trace
 
 _TINY_S = 1e-12
@@ -55,6 +57,10 @@ class FleetSettings:
     target_step_s: float | None = None
     """What each replica keeps its steps within (`target_step_ms`); None: their tokens alone are
     bounded."""
+    curve: Curve = ()
+    """Of the costs; see `quire.sim.step_times`."""
+    is_overlapped: bool = False
+    """Whether replicas plan each step as the one before it begins, as engines do."""
 
     def pace(self) -> StepPace | None:
         """Return a replica's pace."""
@@ -145,7 +151,8 @@ class _Served:
 
 
 class _SimulatedReplica:
-    """One engine: a scheduler, and the step that it is taking."""
+    """One engine: a scheduler, the step that it is taking, and the one that follows it where that
+    is planned."""
 
     def __init__(self, name: str, trace: Trace, settings: FleetSettings) -> None:
         limits = settings.limits
@@ -157,7 +164,7 @@ class _SimulatedReplica:
             limits.block_size,
             script=lambda row, position: trace.output_token(int(row), position),
         )
-        self.step: tuple[StepPlan, StepResult] | None = None
+        self.steps: deque[tuple[StepPlan, StepResult]] = deque()
         self.served: dict[str, _Served] = {}
 
 
@@ -165,7 +172,7 @@ class _FleetRun:
     def __init__(self, trace: Trace, settings: FleetSettings) -> None:
         self._trace = trace
         self._settings = settings
-        self._costs = StepCostModel(settings.costs)
+        self._times = StepTimes(settings.costs, settings.curve)
         self._balancer = make_balancer(
             settings.policy, settings.load_factor, settings.memory_chunks
         )
@@ -193,7 +200,7 @@ class _FleetRun:
                 now_s = arrivals[number]
                 place = self._admit(number, now_s)
                 number += 1
-            if self._replicas[place].step is None:
+            if not self._replicas[place].steps:
                 self._begin_step(place, now_s)
         report = self._report
         report.virtual_s = now_s
@@ -226,20 +233,31 @@ class _FleetRun:
         return place
 
     def _begin_step(self, place: int, now_s: float) -> None:
+        """Begin the step that is planned, or plan one; and plan the one after it, where that is the
+        way of replicas."""
         replica = self._replicas[place]
-        if not replica.scheduler.has_work:
-            return
-        plan = replica.scheduler.schedule(now_s)
-        assert plan.work, "requests are unfinished, and nothing is scheduled"
-        replica.step = plan, replica.executor.execute(plan)
-        heapq.heappush(self._ends, (now_s + self._costs.seconds(work_of(plan.work)), place))
+        if not replica.steps:
+            if not replica.scheduler.has_work:
+                return
+            plan = replica.scheduler.schedule(now_s)
+            assert plan.work, "requests are unfinished, and nothing is scheduled"
+            replica.steps.append(self._execute(replica, plan))
+        _, result = replica.steps[0]
+        heapq.heappush(self._ends, (now_s + result.elapsed_s, place))
         self._report.num_steps += 1
+        ahead = replica.scheduler.schedule_ahead(now_s) if self._settings.is_overlapped else None
+        if ahead is not None:
+            replica.steps.append(self._execute(replica, ahead))
+
+    def _execute(self, replica: _SimulatedReplica, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        """A step, and what comes of it in the virtual time that it takes: a replica's pace learns
+        from that, as an engine's does from what it measures."""
+        result = replica.executor.execute(plan)
+        return plan, replace(result, elapsed_s=self._times.seconds(work_of(plan.work)))
 
     def _end_step(self, place: int, now_s: float) -> None:
         replica = self._replicas[place]
-        assert replica.step is not None
-        plan, result = replica.step
-        replica.step = None
+        plan, result = replica.steps.popleft()
         for sequence, token_id, _ in replica.scheduler.update(plan, result, now_s):
             served = replica.served[sequence.request.request_id]
             if served.first_s is None:
@@ -247,6 +265,8 @@ class _FleetRun:
                 served.share.begin_answer()
             if token_id is None:
                 self._account(place, served, now_s)
+        if replica.steps:
+            self._begin_step(place, now_s)
 
     def _account(self, place: int, served: _Served, now_s: float) -> None:
         """A request has ended."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.steps import MeasuredStep, fit, measure_steps, seconds_of
+from quire.bench.steps import MeasuredStep, fit, measure_steps
 from quire.bench.trace_run import WaitingTimes, check_fits, run_trace, without_answers
 from quire.cli.main import main
 from quire.config.engine import EngineConfig
@@ -18,9 +18,11 @@ from quire.core.step_cost import StepWork, UnitCosts
 from quire.engine.assembly.builder import build_engine
 from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError
+from quire.sim.step_times import StepTimes
 from quire.sim.traces import Trace, TraceRequest
 
 COSTS = UnitCosts(0.02, 0.01, 2e-3, 1e-4, 1e-6, 1e-8)
+CURVE = ((1, 0.9), (32, 1.3), (128, 1.0))
 
 
 def drawn_steps(count: int, noise: float) -> list[MeasuredStep]:
@@ -32,7 +34,7 @@ def drawn_steps(count: int, noise: float) -> list[MeasuredStep]:
         work = StepWork(
             1, has_head, tokens, rows * has_head, rows * context, float(tokens * context)
         )
-        seconds = seconds_of(COSTS, work) * chance.uniform(1 - noise, 1 + noise)
+        seconds = StepTimes(COSTS, CURVE).seconds(work) * chance.uniform(1 - noise, 1 + noise)
         steps.append(MeasuredStep(work, seconds))
     return steps
 
@@ -40,15 +42,21 @@ def drawn_steps(count: int, noise: float) -> list[MeasuredStep]:
 def test_costs_are_found_among_noise_and_interruptions() -> None:
     steps = drawn_steps(300, noise=0.03)
     slowed = [each._replace(seconds=3 * each.seconds) for each in steps[::20]]
-    found = fit(steps + slowed)
+    found = StepTimes(*fit(steps + slowed))
     for work, seconds in drawn_steps(100, noise=0.0):
-        assert seconds_of(found, work) == pytest.approx(seconds, rel=0.03)
-    assert found.token_s == pytest.approx(COSTS.token_s, rel=0.05)
+        assert found.seconds(work) == pytest.approx(seconds, rel=0.03)
 
 
 def test_no_cost_is_below_nothing() -> None:
     steps = [MeasuredStep(StepWork(1, 0, n, 0, n, 0.0), 0.1 / n) for n in (1, 2, 4)]
-    assert all(cost > 0.0 for cost in fit(steps))
+    costs, _ = fit(steps)
+    assert all(cost > 0.0 for cost in costs)
+
+
+def test_between_two_points_the_curve_is_a_line_over_the_logarithms() -> None:
+    times = StepTimes(COSTS, CURVE)
+    assert [times.ratio(count) for count in (1, 32, 64, 128, 4096)] == [0.9, 1.3, 1.15, 1.0, 1.0]
+    assert StepTimes(COSTS).ratio(7) == 1.0
 
 
 @pytest.fixture
@@ -107,7 +115,9 @@ def test_what_is_written_is_what_the_simulator_reads(
     assert main([*command, "--trace", str(trace)]) == 0
     shown = capsys.readouterr().out
     assert "2 of 2 complete" in shown and "real" in shown and "simulated" in shown
-    assert set(json.loads(costs.read_text())) == {"estimate", "ratios", "num_observed"}
+    assert set(json.loads(costs.read_text())) == {
+        "estimate", "ratios", "num_observed", "curve"
+    }  # fmt: skip
     fleet = ["simulate", "--trace", str(trace), "--fleet", "2", "--target-step-ms", "200"]
     assert main([*fleet, "--step-costs", str(costs)]) == 0
 

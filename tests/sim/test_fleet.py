@@ -94,3 +94,30 @@ def test_a_multi_turn_trace_over_four_replicas(shared: Path) -> None:
     whole, report = _run(trace, 1, "round-robin", 24_000), _run(trace, 4, "kv-aware", 6000)
     assert report.num_complete == len(trace.requests)
     assert report.hit_rate >= 0.95 * whole.hit_rate and report.imbalance < 1.3
+
+
+def test_steps_that_are_bounded_by_time_keep_streams_going() -> None:
+    """A pace learns from the virtual time of steps, as an engine's does from the real one."""
+    requests = [TraceRequest(0.0, 16, 20)]
+    requests += [TraceRequest(0.05 + 0.001 * number, 2000, 1) for number in range(8)]
+    trace, costs = Trace(tuple(requests), 16), simple_costs(STEP_S, 1e-3)
+    limits = SchedulerLimits(2000, max_model_len=4096)
+    plain = simulate_fleet(trace, FleetSettings(1, limits, costs))
+    paced = simulate_fleet(trace, FleetSettings(1, limits, costs, target_step_s=0.1))
+    assert plain.num_complete == paced.num_complete == len(requests)
+    assert paced.num_steps > plain.num_steps
+    slow = FleetSettings(1, limits, costs, target_step_s=0.1, curve=((1, 3.0),))
+    learned = simulate_fleet(trace, slow)
+    assert learned.num_steps > paced.num_steps, "three times as slow, and chunks as long"
+
+
+def test_a_request_waits_for_the_step_that_is_planned_already() -> None:
+    requests = (TraceRequest(0.0, 16, 100), TraceRequest(0.105, 16, 1))
+    trace, costs = Trace(requests, 16), simple_costs(0.01, 1e-9)
+    waits = []
+    for is_overlapped in (False, True):
+        settings = FleetSettings(
+            1, SchedulerLimits(100, max_model_len=256), costs, is_overlapped=is_overlapped
+        )
+        waits.append(simulate_fleet(trace, settings).first_token_s[0])
+    assert waits == pytest.approx([0.015, 0.025], abs=1e-4)

@@ -15,7 +15,7 @@ from quire.cli.output_file import open_output
 from quire.cli.parser import UsageError
 
 if TYPE_CHECKING:
-    from quire.core.step_cost import UnitCosts
+    from quire.bench.steps import StepFit
     from quire.engine.loop.engine import Engine
     from quire.sim.traces import Trace
 
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
             found = measure_steps(engine, _tell)
             if args.output is not None:
                 num_steps = sum(len(steps) for _, steps in found.kinds)
-                file.write(json.dumps(_record(found.costs, num_steps)) + "\n")
+                file.write(json.dumps(_record(found, num_steps)) + "\n")
             lines = found.lines()
             if trace is not None:
-                lines += _compare(engine, trace, found.costs, speed)
+                lines += _compare(engine, trace, found, speed)
         finally:
             engine.close()
     print("\n".join(lines), file=sys.stderr if args.output == "-" else sys.stdout)
@@ -85,18 +85,27 @@ def _tell(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr)
 
 
-def _record(costs: UnitCosts, num_steps: int) -> dict[str, object]:
-    """What a server keeps of the steps that it takes (`StepCostModel.saved`)."""
-    return {"estimate": list(costs), "ratios": [1.0] * len(costs), "num_observed": num_steps}
+def _record(found: StepFit, num_steps: int) -> dict[str, object]:
+    """What a server keeps of the steps that it takes (`StepCostModel.saved`), and the curve."""
+    costs = {"estimate": list(found.costs), "ratios": [1.0] * len(found.costs)}
+    return costs | {"num_observed": num_steps, "curve": found.curve}
 
 
-def _compare(engine: Engine, trace: Trace, costs: UnitCosts, speed: float) -> list[str]:
+def _compare(engine: Engine, trace: Trace, found: StepFit, speed: float) -> list[str]:
     from quire.bench.trace_run import WaitingTimes, run_trace
     from quire.sim.fleet import FleetSettings, simulate_fleet
 
     pace, limits = engine.scheduler.pace, engine.plan.limits
     target_s = pace.target_s if pace is not None and pace.is_bounding else None
-    settings = FleetSettings(1, limits, costs, speed=speed, target_step_s=target_s)
+    settings = FleetSettings(
+        1,
+        limits,
+        found.costs,
+        speed=speed,
+        target_step_s=target_s,
+        curve=found.curve,
+        is_overlapped=engine.plan.is_overlapped,
+    )
     _tell("simulating the trace")
     report = simulate_fleet(trace, settings)
     _tell(f"running it, for some {report.virtual_s:.0f} s")
