@@ -21,7 +21,14 @@ from quire.errors import ConfigError
 Record = Mapping[str, Any]
 
 ARCHIVE = Path(__file__).parent.parent / "docs" / "benchmarks" / "records.tar.xz"
-MODELS = {"M1": "SmolLM2-135M", "M2": "Qwen3-0.6B", "M3": "Llama-3.2-1B"}
+MODELS = {
+    "M1": "SmolLM2-135M",
+    "M2": "Qwen3-0.6B",
+    "M3": "Llama-3.2-1B",
+    "M4": "Qwen3-30B-A3B, 8 layers",
+    "M5": "OLMoE-1B-7B",
+    "M6": "DeepSeek-V2-Lite, 8 layers",
+}
 """Folders of `benchmarks.models`, and whose configuration they have."""
 _MAX_BYTES = 256 << 20
 """Refuse to unpack more than this."""

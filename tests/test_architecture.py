@@ -180,7 +180,7 @@ MAX_MEAN_PARAMETERS = 2.5
 # Lines, blank ones and comments included, to the next hundred. They may be lowered at any time;
 # raising one wants a reason.
 MAX_LINES = {
-    "benchmarks": 8_640,
+    "benchmarks": 8_645,
     "csrc": 15_145,
     "quire": 860,
     "quire/bench": 4_290,
