@@ -89,7 +89,7 @@ def measure_steps(engine: Engine, tell: Callable[[str], None]) -> StepFit:
 
 def _workloads(limits: SchedulerLimits) -> Iterator[Workload]:
     longest = limits.max_model_len - _DECODE_LEN
-    for length in sorted({min(each, longest) for each in _PROMPT_LENS}):
+    for length in sorted({min(each, longest) for each in _PROMPT_LENS if longest > 0}):
         yield random_workload(1, (length, length), (1, 1), name=f"a prompt of {length}")
     for count, length in _CROWDS:
         num_slots = count * (length + _DECODE_LEN + limits.block_size)
@@ -134,14 +134,14 @@ def fit(steps: Sequence[MeasuredStep]) -> tuple[UnitCosts, Curve]:
             [amount * bent.ratio(each.work.num_tokens) / each.seconds for amount in each.work]
             for each in steps
         ]
-        costs = _least_squares(shares, weights)
+        costs = [max(cost, _LEAST_S) for cost in _least_squares(shares, weights)]
         linear = StepTimes(UnitCosts(*costs))
         curve = _curve([(each.work, each.seconds / linear.seconds(each.work)) for each in steps])
         bent = StepTimes(UnitCosts(*costs), curve)
         errors = [abs(bent.seconds(each.work) / each.seconds - 1) for each in steps]
         most = max(_OUTLIER * median(errors), 1e-9)
         weights = [min(1.0, most / error) if error else 1.0 for error in errors]
-    return UnitCosts(*(max(cost, _LEAST_S) for cost in costs)), curve
+    return UnitCosts(*costs), curve
 
 
 def _curve(found: Sequence[tuple[StepWork, float]]) -> tuple[tuple[int, float], ...]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quire.bench.measure import params_of
-from quire.bench.workload import BenchRequest
+from quire.bench.workload import EDGE, BenchRequest
 from quire.config.limits import SchedulerLimits
 from quire.engine.front.outputs import RequestOutput
 from quire.engine.front.prompts import TokensPrompt
@@ -22,8 +22,6 @@ from quire.errors import ConfigError, EngineError
 from quire.sim.fleet import percentile
 from quire.sim.traces import Trace
 
-_EDGE = 16
-"""Ids this close to either end of a vocabulary are left out: special tokens live there."""
 _SPREAD = 2_654_435_761
 """Odd, so that ids of blocks which follow one another are far apart (Knuth's multiplicative
 hash)."""
@@ -73,7 +71,8 @@ def check_fits(trace: Trace, limits: SchedulerLimits) -> None:
 def run_trace(engine: Engine, trace: Trace, speed: float) -> WaitingTimes:
     """Serve the whole trace, its arrivals `speed` times as fast as recorded. The engine is idle."""
     assert not engine.has_work
-    requests = [_made(trace, number, engine.plan.spec.vocab_size) for number in _numbers(trace)]
+    vocab_size = engine.plan.spec.vocab_size
+    requests = [_made(trace, number, vocab_size) for number in range(len(trace.requests))]
     first_s = trace.requests[0].arrival_s
     arrivals = [(each.arrival_s - first_s) / speed for each in trace.requests]
     began_s: dict[str, float] = {}
@@ -100,14 +99,10 @@ def run_trace(engine: Engine, trace: Trace, speed: float) -> WaitingTimes:
     return _times(arrivals, began_s, ended_s, [each.num_output for each in requests])
 
 
-def _numbers(trace: Trace) -> range:
-    return range(len(trace.requests))
-
-
 def _made(trace: Trace, number: int, vocab_size: int) -> BenchRequest:
     """A request with the trace's tokens as ids of a vocabulary."""
-    num_ids = max(1, vocab_size - 2 * _EDGE)
-    first = min(_EDGE, vocab_size - 1)
+    num_ids = max(1, vocab_size - 2 * EDGE)
+    first = min(EDGE, vocab_size - 1)
     tokens = [first + token * _SPREAD % num_ids for token in trace.prompt(number)]
     return BenchRequest(tokens, trace.requests[number].num_output_tokens)
 

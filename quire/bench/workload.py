@@ -19,7 +19,7 @@ from quire.common.bounded_files import MAX_DATA_BYTES, open_lines
 from quire.errors import ConfigError
 from quire.sim.traces import NO_TRACE
 
-_EDGE = 16
+EDGE = 16
 """Ids this close to either end of a vocabulary are left out: special tokens live there."""
 
 
@@ -197,5 +197,5 @@ def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:
 
 
 def _ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
-    edge = _EDGE if vocab_size > 4 * _EDGE else 0
+    edge = EDGE if vocab_size > 4 * EDGE else 0
     return [rng.randrange(edge, vocab_size - edge) for _ in range(count)]

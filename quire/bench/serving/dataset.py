@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.bench.workload import EDGE
 from quire.common.bounded_files import MAX_TEXT_BYTES, read_text
 from quire.errors import ConfigError
 from quire.sim.traces import Trace, read_trace
 
 LengthRange = tuple[int, int]
-_EDGE = 16
-"""Ids this close to either end of a vocabulary are left out: special tokens live there."""
 _WORDS = """
 time year people way day man thing woman life child world school state family student group country
 problem hand part place case week company system program question work government number night point
@@ -55,14 +54,14 @@ class PromptWriter:
     """Makes prompts of abstract tokens: ids of a vocabulary, or words."""
 
     def __init__(self, vocab_size: int | None) -> None:
-        if vocab_size is not None and vocab_size <= 4 * _EDGE:
+        if vocab_size is not None and vocab_size <= 4 * EDGE:
             raise ConfigError(f"vocab_size={vocab_size} is no vocabulary to draw prompts from")
         self._vocab_size = vocab_size
 
     def draw(self, rng: random.Random, count: int) -> list[int]:
         """`count` random tokens."""
         first, last = (
-            (0, len(_WORDS)) if self._vocab_size is None else (_EDGE, self._vocab_size - _EDGE)
+            (0, len(_WORDS)) if self._vocab_size is None else (EDGE, self._vocab_size - EDGE)
         )
         return [rng.randrange(first, last) for _ in range(count)]
 
