@@ -50,6 +50,20 @@ def test_random_models_compute_ordinary_numbers(tmp_path: Path) -> None:
     assert -80 < (completion.cumulative_logprob or 0) < -1  # neither certain nor at random
 
 
+def test_shards_hold_what_one_file_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    write_random_model(CONFIG, tmp_path / "one")
+    monkeypatch.setattr("benchmarks.models._SHARD_BYTES", 1 << 12)
+    write_random_model(CONFIG, tmp_path / "many")
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    files = {name: load_file(tmp_path / "many" / name) for name in index["weight_map"].values()}
+    assert len(files) > 1 and set(index["weight_map"]) == set(whole)
+    for name, file in index["weight_map"].items():
+        assert torch.equal(files[file][name], whole[name])
+
+
 def test_eight_bit_checkpoints_say_what_the_weights_were(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
