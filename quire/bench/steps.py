@@ -146,7 +146,8 @@ def fit(steps: Sequence[MeasuredStep]) -> tuple[UnitCosts, Curve]:
 
 def _curve(found: Sequence[tuple[StepWork, float]]) -> tuple[tuple[int, float], ...]:
     """The median ratio at each number of tokens, those of half an octave together; 1 from
-    `_STRAIGHT_FROM` on, as a curve that may rise everywhere can take the place of the costs."""
+    `_STRAIGHT_FROM` on, or of the longest steps where none is so long: a curve that may rise
+    everywhere would take the place of the costs."""
     groups: dict[int, list[tuple[int, float]]] = {}
     for work, ratio in found:
         if work.num_tokens >= _STRAIGHT_FROM:
@@ -158,7 +159,9 @@ def _curve(found: Sequence[tuple[StepWork, float]]) -> tuple[tuple[int, float], 
         for _, group in sorted(groups.items())
         if len(group) >= _LEAST_GROUP
     )
-    return (*points, (_STRAIGHT_FROM, 1.0))
+    if any(work.num_tokens >= _STRAIGHT_FROM for work, _ in found):
+        return (*points, (_STRAIGHT_FROM, 1.0))
+    return tuple((count, ratio / points[-1][1]) for count, ratio in points)
 
 
 def _least_squares(shares: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:

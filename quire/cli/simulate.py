@@ -238,5 +238,5 @@ def _read_costs(path: Path) -> tuple[UnitCosts, Curve]:
     counts = [0, *(count for count, _ in curve)]
     is_ascending = all(one < other for one, other in pairwise(counts))
     if not (is_ascending and all(0 < ratio < 1e6 for _, ratio in curve)):
-        raise ConfigError(f"{path} holds a curve that is none: {curve}")
+        raise ConfigError(f"{path} holds step costs with a curve that is none: {curve}")
     return costs, curve

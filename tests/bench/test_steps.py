@@ -47,6 +47,15 @@ def test_costs_are_found_among_noise_and_interruptions() -> None:
         assert found.seconds(work) == pytest.approx(seconds, rel=0.03)
 
 
+def test_the_costs_of_short_steps_alone_are_no_part_of_the_curve() -> None:
+    short = [each for each in drawn_steps(300, noise=0.03) if each.work.num_tokens < 128]
+    costs, curve = fit(short)
+    assert max(count for count, _ in curve) == 64 and curve[-1][1] == 1.0
+    found = StepTimes(costs, curve)
+    for work, seconds in short:
+        assert found.seconds(work) == pytest.approx(seconds, rel=0.06)
+
+
 def test_no_cost_is_below_nothing() -> None:
     steps = [MeasuredStep(StepWork(1, 0, n, 0, n, 0.0), 0.1 / n) for n in (1, 2, 4)]
     costs, _ = fit(steps)
@@ -135,3 +144,11 @@ def test_options_that_mean_nothing_are_refused(
 ) -> None:
     assert main(["bench", "steps", "quire-storyteller", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_makes_no_text_is_refused_before_it_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "steps", "quire-embedder"]) != 0
+    shown = capsys.readouterr().err
+    assert "makes vectors" in shown and "loading" not in shown

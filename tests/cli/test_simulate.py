@@ -95,7 +95,17 @@ def test_what_cannot_be_or_would_change_nothing_is_refused(
         _run(*words)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"estimate": [0, 0, 0, 0, 0, 0], "ratios": [1]}'])
+_COSTS = '"estimate": [1, 1, 1, 1, 1, 1], "ratios": [1, 1, 1, 1, 1, 1]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{}", "[]", '{"estimate": [0, 0, 0, 0, 0, 0], "ratios": [1]}',
+        f'{{{_COSTS}, "curve": [[8, 1.0], [8, 1.1]]}}', f'{{{_COSTS}, "curve": [[8, 0.0]]}}',
+        f'{{{_COSTS}, "curve": [8]}}',
+    ],
+)  # fmt: skip
 def test_step_costs_that_are_none(tmp_path: Path, text: str) -> None:
     trace, costs = tmp_path / "t.csv", tmp_path / "costs.json"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,30,9\n")

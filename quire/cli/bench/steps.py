@@ -53,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, skip_tokenizer_init=True)
     from quire.bench.steps import measure_steps
     from quire.bench.trace_run import check_fits, without_answers
+    from quire.cli.session import PromptJob, check
+    from quire.core.params import SamplingParams
     from quire.engine.assembly.builder import assemble, build_executor
     from quire.engine.assembly.preparation import prepare_model
     from quire.sim.traces import read_trace
 
     prepared = prepare_model(config)
+    check(prepared, [PromptJob({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))])
     trace = None
     if args.trace is not None:
         trace = without_answers(read_trace(args.trace, limit=args.limit))
